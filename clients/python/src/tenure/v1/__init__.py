@@ -1,0 +1,1 @@
+"""Stubs generated from proto/tenure/v1; do not edit."""

@@ -1,0 +1,386 @@
+"""Every input of the state machine, every result it can give, and every reason for which it refuses.
+
+The tags are written to the log and to snapshots. A tag is never reused and never changes its meaning; a field
+is never moved or removed, only added at the end with a default (structs are encoded as arrays).
+
+Times are integer milliseconds. ``*_ms`` fields of commands are durations; fields of records are cluster times
+unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+
+import msgspec
+
+# ---- bounds (one place; services quote them in their errors) ------------------------------------------------
+
+TTL_MIN_MS, TTL_MAX_MS, TTL_DEFAULT_MS = 500, 3_600_000, 15_000
+DISCONNECT_GRACE_DEFAULT_MS = 1_000
+LOCK_DELAY_MAX_MS = 3_600_000
+WAIT_MAX_MS = 86_400_000
+CAPACITY_MAX = 10_000
+PRIORITY_MIN, PRIORITY_MAX = -100, 100
+RETENTION_MIN_MS, RETENTION_MAX_MS, RETENTION_DEFAULT_MS = 1_000, 90 * 86_400_000, 86_400_000
+NAME_BYTES_MAX = 256
+KEY_BYTES_MAX = 512
+TENANT_BYTES_MAX = 64
+REQUEST_ID_BYTES_MAX = 128
+METADATA_BYTES_MAX = 1_024
+INFO_FIELD_BYTES_MAX, LABELS_MAX = 128, 16
+FINGERPRINT_BYTES_MAX = 64
+RESULT_BYTES_MAX = 65_536
+ERROR_BYTES_MAX = 4_096
+ACTOR_BYTES_MAX, REASON_BYTES_MAX = 128, 1_024
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Bounds on the size of the replicated state. Part of the cluster's configuration: equal on all nodes.
+
+    Carried in the log by ``SetLimits`` so that no node ever evicts or refuses by a value of its own.
+    """
+
+    sessions_max: int = 20_000
+    sessions_per_tenant_max: int = 20_000
+    leases_max: int = 200_000
+    waiters_per_lease_max: int = 10_000
+    records_max: int = 1_000_000
+    record_bytes_max: int = 256 * 1024 * 1024
+    requests_max: int = 200_000
+    request_retention_ms: int = 300_000
+    request_retention_min_ms: int = 30_000
+    events_max: int = 10_000
+
+
+class Stamp(msgspec.Struct, frozen=True, array_like=True):
+    """The time of a batch, decided by the leader: cluster time (never steps back) and UTC wall time."""
+
+    cluster_ms: int
+    wall_ms: int
+
+
+class _Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    pass
+
+
+class Tick(_Command, tag=1):
+    """Lets time pass: whatever ends at or before the batch's stamp ends now."""
+
+
+class SetLimits(_Command, tag=2):
+    """Replaces the limits. Proposed by a new leader when its configuration differs from the state's."""
+
+    limits: Limits
+
+
+class OpenSession(_Command, tag=10):
+    tenant: str
+    # Random, chosen by the proposing sidecar; no part of the request's fingerprint.
+    suffix: str
+    agent: str = ""
+    version: str = ""
+    host: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    ttl_ms: int = TTL_DEFAULT_MS
+    disconnect_grace_ms: int = DISCONNECT_GRACE_DEFAULT_MS
+    # The stream that carries the session and the sidecar it ends at; empty for a session kept by unary calls.
+    # No part of the request's fingerprint.
+    connection: str = ""
+    node: str = ""
+
+
+class RenewSessions(_Command, tag=11):
+    """All renewals of one window. Sessions that have ended are reported, never revived."""
+
+    sessions: tuple[str, ...]
+
+
+class AttachSession(_Command, tag=12):
+    """A stream took the session over; it counts as a renewal. A later detach of an older connection has no effect."""
+
+    tenant: str
+    session: str
+    connection: str
+    node: str
+
+
+class DetachSession(_Command, tag=13):
+    """The stream broke: the deadline is cut to the disconnect grace, unless another connection has attached since."""
+
+    session: str
+    connection: str
+
+
+class CloseSession(_Command, tag=14):
+    tenant: str
+    session: str
+
+
+class AcquireLease(_Command, tag=20):
+    tenant: str
+    name: str
+    session: str
+    capacity: int = 1
+    # 0 tries once. The place in line ends at the stamp plus this.
+    wait_ms: int = 0
+    priority: int = 0
+    lock_delay_ms: int = 0
+    metadata: str = ""
+    # Names the place in line, unique within the session (the request's identity). Required when wait_ms > 0.
+    waiter: str = ""
+
+
+class CancelWait(_Command, tag=21):
+    """The caller gave up: leaves the line, or releases the lease if this very waiter was granted it meanwhile."""
+
+    tenant: str
+    name: str
+    session: str
+    waiter: str
+
+
+class ReleaseLease(_Command, tag=22):
+    tenant: str
+    name: str
+    token: int
+    # Empty for an operator, who must be named.
+    session: str = ""
+    actor: str = ""
+    reason: str = ""
+
+
+class TransferLease(_Command, tag=23):
+    tenant: str
+    name: str
+    token: int
+    to_session: str
+    session: str = ""
+    actor: str = ""
+    reason: str = ""
+
+
+class OwnerLoss(IntEnum):
+    RETRY = 1
+    UNKNOWN = 2
+
+
+class BeginRecord(_Command, tag=30):
+    tenant: str
+    key: str
+    session: str
+    fingerprint: bytes = b""
+    owner_loss: OwnerLoss = OwnerLoss.RETRY
+    retention_ms: int = RETENTION_DEFAULT_MS
+    # A lease that must be current, with this token, at begin and at complete; empty for none.
+    fence_lease: str = ""
+    fence_token: int = 0
+
+
+class CompleteRecord(_Command, tag=31):
+    tenant: str
+    key: str
+    session: str
+    attempt: int
+    result: bytes = b""
+
+
+class FailRecord(_Command, tag=32):
+    tenant: str
+    key: str
+    session: str
+    attempt: int
+    retryable: bool
+    error: str = ""
+
+
+class Resolution(IntEnum):
+    COMPLETED = 1
+    FAILED = 2
+    RETRY = 3
+    FORGET = 4
+
+
+class ResolveRecord(_Command, tag=33):
+    tenant: str
+    key: str
+    attempt: int
+    resolution: Resolution
+    result: bytes = b""
+    error: str = ""
+    actor: str = ""
+    reason: str = ""
+
+
+Command = (
+    Tick
+    | SetLimits
+    | OpenSession
+    | RenewSessions
+    | AttachSession
+    | DetachSession
+    | CloseSession
+    | AcquireLease
+    | CancelWait
+    | ReleaseLease
+    | TransferLease
+    | BeginRecord
+    | CompleteRecord
+    | FailRecord
+    | ResolveRecord
+)
+
+
+class RequestKey(msgspec.Struct, frozen=True, array_like=True):
+    """What makes a request exactly-once: the same key with the same command gives the first result again.
+
+    A unary call: origin ``""``, name = the caller's request id, sequence 0; kept for the request retention.
+    An operation on a stream: origin = the session id, name ``""``, sequence = the operation's id; kept until
+    the client has acknowledged it (``acknowledged``: every sequence up to it may be forgotten) or the session ends.
+    """
+
+    tenant: str
+    origin: str
+    name: str
+    sequence: int = 0
+    acknowledged: int = 0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One command with what the state machine must know about the request that carries it."""
+
+    command: Command
+    # None: idempotent by nature (ticks, renewals, attach and detach, cancelled waits).
+    key: RequestKey | None = None
+    # Not applied when the batch's cluster time is past this; 0 means no bound. The caller has given up by then.
+    not_after_ms: int = 0
+
+
+# ---- results ---------------------------------------------------------------------------------------------------
+
+
+@unique
+class Reason(IntEnum):
+    """Why the state machine refused. services/errors.py maps each to one gRPC status."""
+
+    EXPIRED_REQUEST = 1  # the caller's deadline passed before the command was applied
+    REQUEST_ID_REUSED = 2  # same request key, another command
+    REQUEST_FORGOTTEN = 3  # a stream operation that the client has itself acknowledged
+    REQUESTS_FULL = 4
+    SESSION_NOT_FOUND = 10  # never existed, expired or closed
+    SESSION_FOREIGN = 11  # belongs to another tenant
+    SESSIONS_FULL = 12
+    LEASE_HELD = 20
+    LEASE_CAPACITY_MISMATCH = 21
+    LEASES_FULL = 22
+    WAITERS_FULL = 23
+    TOKEN_STALE = 24
+    TOKEN_UNKNOWN = 25  # larger than any token ever granted for this name: a token from the future
+    NOT_HOLDER = 26  # the token is current but belongs to another session
+    LOCK_DELAY = 27
+    TRANSFER_TARGET_INVALID = 28  # target session unknown, foreign, or already a holder
+    WAIT_NOT_FOUND = 29
+    RECORD_MISMATCH = 30  # fingerprint differs from the record's
+    RECORD_NOT_FOUND = 31
+    RECORD_NOT_RUNNING = 32  # complete or fail of a record that has no running attempt
+    ATTEMPT_STALE = 33
+    FENCE_STALE = 34
+    RECORDS_FULL = 35
+    RECORD_RESULT_MISMATCH = 36  # completed before with another result
+    RECORD_OWNED_BY_OTHER = 37
+
+
+class _Result(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    pass
+
+
+class Done(_Result, tag=1):
+    """It happened, and there is nothing more to say. ``revision`` is that of the last event so far."""
+
+    revision: int = 0
+
+
+class Refused(_Result, tag=2):
+    """It did not happen. ``facts`` are key and value pairs for the caller (current holder, token, limit, ...)."""
+
+    reason: Reason
+    message: str
+    facts: tuple[tuple[str, str], ...] = ()
+    retry_delay_ms: int = 0
+
+
+class SessionOpened(_Result, tag=10):
+    session: str
+    opened_ms: int
+    deadline_ms: int
+    revision: int
+
+
+class SessionsRenewed(_Result, tag=11):
+    """``ended`` lists the sessions of the command that no longer live. Deadlines are stamp + ttl for the others."""
+
+    ended: tuple[str, ...] = ()
+
+
+class SessionAttached(_Result, tag=12):
+    deadline_ms: int
+    ttl_ms: int
+    revision: int
+
+
+class LeaseGranted(_Result, tag=20):
+    token: int
+    already_held: bool
+    ttl_ms: int
+    revision: int
+
+
+class LeaseQueued(_Result, tag=21):
+    """In line. The grant, or the end of the wait, follows as an event that names the waiter."""
+
+    waiter: str
+    deadline_ms: int
+    revision: int
+
+
+class LeaseTransferred(_Result, tag=22):
+    token: int
+    revision: int
+
+
+@unique
+class BeginOutcome(IntEnum):
+    NEW = 1
+    IN_PROGRESS = 2
+    COMPLETED = 3
+    FAILED = 4
+    UNKNOWN = 5
+
+
+class RecordBegun(_Result, tag=30):
+    outcome: BeginOutcome
+    attempt: int
+    # Of the record as it is now; result and error only where the outcome carries them.
+    owner: str = ""
+    result: bytes = b""
+    error: str = ""
+    expires_ms: int = 0
+    revision: int = 0
+
+
+class RecordCompleted(_Result, tag=31):
+    already_completed: bool
+    revision: int
+
+
+Result = (
+    Done
+    | Refused
+    | SessionOpened
+    | SessionsRenewed
+    | SessionAttached
+    | LeaseGranted
+    | LeaseQueued
+    | LeaseTransferred
+    | RecordBegun
+    | RecordCompleted
+)
