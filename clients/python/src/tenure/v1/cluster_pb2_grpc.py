@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """The cluster itself, for operators.
+    """The cluster itself, for operators. Served on every listener: who can reach the unix socket or holds a client certificate
+    is trusted with it.
     """
 
     def __init__(self, channel):
@@ -58,7 +59,8 @@ class ClusterServiceStub:
 
 
 class ClusterServiceServicer:
-    """The cluster itself, for operators.
+    """The cluster itself, for operators. Served on every listener: who can reach the unix socket or holds a client certificate
+    is trusted with it.
     """
 
     def GetStatus(self, request, context):
@@ -121,7 +123,8 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """The cluster itself, for operators.
+    """The cluster itself, for operators. Served on every listener: who can reach the unix socket or holds a client certificate
+    is trusted with it.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ClusterServiceStub:
-    """The cluster itself, for operators."""
+    """The cluster itself, for operators. Served on every listener: who can reach the unix socket or holds a client certificate
+    is trusted with it.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,7 +46,9 @@ class ClusterServiceStub:
 
 @_typing.type_check_only
 class ClusterServiceAsyncStub(ClusterServiceStub):
-    """The cluster itself, for operators."""
+    """The cluster itself, for operators. Served on every listener: who can reach the unix socket or holds a client certificate
+    is trusted with it.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -57,7 +61,9 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     """A digest of the replicated state; equal on all nodes at the same applied index."""
 
 class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The cluster itself, for operators."""
+    """The cluster itself, for operators. Served on every listener: who can reach the unix socket or holds a client certificate
+    is trusted with it.
+    """
 
     @_abc_1.abstractmethod
     def GetStatus(

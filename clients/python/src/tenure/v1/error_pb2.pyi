@@ -75,7 +75,7 @@ class ErrorDetail(_message.Message):
     RETRY_DELAY_MS_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """A stable identifier in upper snake case, for example LEASE_HELD. docs/ARCHITECTURE.md lists them."""
+    """A stable identifier in upper snake case, for example LEASE_HELD. docs/ERRORS.md lists them."""
     outcome: Global___Outcome.ValueType
     retry_delay_ms: _builtins.int
     """How long to wait before trying again, in milliseconds; 0 when trying again cannot help by itself."""

@@ -50,6 +50,8 @@ class _TokenStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenState
     TOKEN_STATE_CURRENT: _TokenState.ValueType  # 1
     TOKEN_STATE_STALE: _TokenState.ValueType  # 2
     """A later grant has been made, or the holder has given it back or lost it."""
+    TOKEN_STATE_UNKNOWN: _TokenState.ValueType  # 3
+    """Larger than any token that was ever granted: it comes from somewhere else. Treat it like a stale one."""
 
 class TokenState(_TokenState, metaclass=_TokenStateEnumTypeWrapper): ...
 
@@ -57,6 +59,8 @@ TOKEN_STATE_UNSPECIFIED: TokenState.ValueType  # 0
 TOKEN_STATE_CURRENT: TokenState.ValueType  # 1
 TOKEN_STATE_STALE: TokenState.ValueType  # 2
 """A later grant has been made, or the holder has given it back or lost it."""
+TOKEN_STATE_UNKNOWN: TokenState.ValueType  # 3
+"""Larger than any token that was ever granted: it comes from somewhere else. Treat it like a stale one."""
 Global___TokenState: _TypeAlias = TokenState  # noqa: Y015
 
 @_typing.final
@@ -219,7 +223,9 @@ class AcquireLeaseRequest(_message.Message):
     capacity: _builtins.int
     """1 when unset; 1 to 10,000. All holders and waiters of a name must state the same capacity."""
     wait_ms: _builtins.int
-    """How long to wait in line, in milliseconds; 0 or unset tries once. Bounded by the call's deadline."""
+    """How long to wait in line, in milliseconds; 0 or unset tries once. Bounded by the call's deadline too: when that passes
+    or the caller goes away, the place in line is given up, and the lease if it was granted meanwhile. At most 86,400,000.
+    """
     priority: _builtins.int
     """Higher goes first; FIFO within a priority. -100 to 100."""
     lock_delay_ms: _builtins.int

@@ -27,6 +27,9 @@ if _version_not_supported:
 
 class LeaseServiceStub:
     """Leases: exclusive ownership of a named thing by a session, with a fencing token.
+
+    Names are 1 to 256 bytes of printable UTF-8 without a space or a slash at either end. Tenants are 1 to 64 characters out
+    of a-z, A-Z, 0-9, '.', '_' and '-', and must be configured on the sidecar.
     """
 
     def __init__(self, channel):
@@ -74,6 +77,9 @@ class LeaseServiceStub:
 
 class LeaseServiceServicer:
     """Leases: exclusive ownership of a named thing by a session, with a fencing token.
+
+    Names are 1 to 256 bytes of printable UTF-8 without a space or a slash at either end. Tenants are 1 to 64 characters out
+    of a-z, A-Z, 0-9, '.', '_' and '-', and must be configured on the sidecar.
     """
 
     def AcquireLease(self, request, context):
@@ -171,6 +177,9 @@ def add_LeaseServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class LeaseService:
     """Leases: exclusive ownership of a named thing by a session, with a fencing token.
+
+    Names are 1 to 256 bytes of printable UTF-8 without a space or a slash at either end. Tenants are 1 to 64 characters out
+    of a-z, A-Z, 0-9, '.', '_' and '-', and must be configured on the sidecar.
     """
 
     @staticmethod

@@ -27,7 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class LeaseServiceStub:
-    """Leases: exclusive ownership of a named thing by a session, with a fencing token."""
+    """Leases: exclusive ownership of a named thing by a session, with a fencing token.
+
+    Names are 1 to 256 bytes of printable UTF-8 without a space or a slash at either end. Tenants are 1 to 64 characters out
+    of a-z, A-Z, 0-9, '.', '_' and '-', and must be configured on the sidecar.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -48,7 +52,11 @@ class LeaseServiceStub:
 
 @_typing.type_check_only
 class LeaseServiceAsyncStub(LeaseServiceStub):
-    """Leases: exclusive ownership of a named thing by a session, with a fencing token."""
+    """Leases: exclusive ownership of a named thing by a session, with a fencing token.
+
+    Names are 1 to 256 bytes of printable UTF-8 without a space or a slash at either end. Tenants are 1 to 64 characters out
+    of a-z, A-Z, 0-9, '.', '_' and '-', and must be configured on the sidecar.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     AcquireLease: _aio.UnaryUnaryMultiCallable[_lease_pb2.AcquireLeaseRequest, _lease_pb2.AcquireLeaseResponse]  # type: ignore[assignment]
@@ -65,7 +73,11 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     """Streams the lease as it is, then again at every change."""
 
 class LeaseServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Leases: exclusive ownership of a named thing by a session, with a fencing token."""
+    """Leases: exclusive ownership of a named thing by a session, with a fencing token.
+
+    Names are 1 to 256 bytes of printable UTF-8 without a space or a slash at either end. Tenants are 1 to 64 characters out
+    of a-z, A-Z, 0-9, '.', '_' and '-', and must be configured on the sidecar.
+    """
 
     @_abc_1.abstractmethod
     def AcquireLease(

@@ -23,7 +23,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AgentInfo(_message.Message):
-    """What an agent says about itself. All fields are bounded: 128 bytes each, at most 16 labels."""
+    """What an agent says about itself. All fields are bounded: 128 bytes of UTF-8 each, at most 16 labels."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -271,17 +271,20 @@ class GetSessionRequest(_message.Message):
 
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    CONSISTENCY_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
+    consistency: _lease_pb2.Consistency.ValueType
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         session_id: _builtins.str = ...,
+        consistency: _lease_pb2.Consistency.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -292,16 +295,20 @@ class GetSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def session(self) -> Global___Session: ...
+    @_builtins.property
+    def read(self) -> _lease_pb2.ReadInfo: ...
     def __init__(
         self,
         *,
         session: Global___Session | None = ...,
+        read: _lease_pb2.ReadInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["read", b"read", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["read", b"read", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,20 +321,23 @@ class ListSessionsRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    CONSISTENCY_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     page_size: _builtins.int
     """At most 1,000; 0 means 100."""
     page_token: _builtins.str
+    consistency: _lease_pb2.Consistency.ValueType
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        consistency: _lease_pb2.Consistency.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consistency", b"consistency", "page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,18 +349,22 @@ class ListSessionsResponse(_message.Message):
 
     SESSIONS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Session]: ...
+    @_builtins.property
+    def read(self) -> _lease_pb2.ReadInfo: ...
     def __init__(
         self,
         *,
         sessions: _abc.Iterable[Global___Session] | None = ...,
         next_page_token: _builtins.str = ...,
+        read: _lease_pb2.ReadInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["read", b"read"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "read", b"read", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -383,7 +397,10 @@ class ConnectRequest(_message.Message):
     def keep_alive(self) -> Global___KeepAlive: ...
     @_builtins.property
     def cancelled_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Operations whose caller gave up: a waiting acquire leaves the line; if it was granted meanwhile it is released."""
+        """Operations of this stream whose caller gave up: an acquire leaves the line, and what it was granted (unless the session
+        held it before) is released, also when the answer is already on its way. Such an operation still gets its one
+        result. A cancelled id must not be sent again.
+        """
 
     def __init__(
         self,
@@ -449,8 +466,8 @@ class Operation(_message.Message):
     CLOSE_SESSION_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Chosen by the client, unique within its session and increasing from 1. Repeating an id with the same body returns
-    the first outcome; the session and the id take the place of request_id, and `session_id` in the body
-    may be left empty.
+    the first outcome; the session and the id take the place of request_id, and `session_id` and `tenant` in the body
+    may be left empty (they are the stream's). At most 1,024 operations of a stream may be unanswered at a time.
     """
     timeout_ms: _builtins.int
     """How long the operation may take, in milliseconds, counted from its arrival. Required."""

@@ -44,6 +44,8 @@ class SessionServiceStub:
     Connect: _grpc.StreamStreamMultiCallable[_session_pb2.ConnectRequest, _session_pb2.ConnectResponse]
     """The multiplexed stream: opens or resumes a session, carries many operations per message and keepalives,
     and pushes events to the holder. When it breaks, the session's deadline is cut to its disconnect grace.
+    A second stream that attaches to the same session takes it over: the first ends with ABORTED, SESSION_TAKEN_OVER.
+    A stream that ends because its session has ended ends with NOT_FOUND, SESSION_NOT_FOUND (or OK after close_session).
     """
 
 @_typing.type_check_only
@@ -62,6 +64,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Connect: _aio.StreamStreamMultiCallable[_session_pb2.ConnectRequest, _session_pb2.ConnectResponse]  # type: ignore[assignment]
     """The multiplexed stream: opens or resumes a session, carries many operations per message and keepalives,
     and pushes events to the holder. When it breaks, the session's deadline is cut to its disconnect grace.
+    A second stream that attaches to the same session takes it over: the first ends with ABORTED, SESSION_TAKEN_OVER.
+    A stream that ends because its session has ended ends with NOT_FOUND, SESSION_NOT_FOUND (or OK after close_session).
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -113,6 +117,8 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_session_pb2.ConnectResponse], _abc.AsyncIterator[_session_pb2.ConnectResponse]]:
         """The multiplexed stream: opens or resumes a session, carries many operations per message and keepalives,
         and pushes events to the holder. When it breaks, the session's deadline is cut to its disconnect grace.
+        A second stream that attaches to the same session takes it over: the first ends with ABORTED, SESSION_TAKEN_OVER.
+        A stream that ends because its session has ended ends with NOT_FOUND, SESSION_NOT_FOUND (or OK after close_session).
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
