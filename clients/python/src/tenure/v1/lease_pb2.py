@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tenure/v1/lease.proto\x12\ttenure.v1\"_\n\x08ReadInfo\x12\x14\n\x0clinearizable\x18\x01 \x01(\x08\x12\x15\n\rapplied_index\x18\x02 \x01(\x03\x12\x14\n\x0cstaleness_ms\x18\x03 \x01(\x03\x12\x10\n\x08revision\x18\x04 \x01(\x03\"\x9e\x01\n\x0bLeaseHolder\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x12\n\ngranted_ms\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\x03\x12\x14\n\x0cremaining_ms\x18\x05 \x01(\x03\x12\x10\n\x08metadata\x18\x06 \x01(\t\x12\r\n\x05\x61gent\x18\x07 \x01(\t\x12\x0c\n\x04host\x18\x08 \x01(\t\"[\n\x0bLeaseWaiter\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x11\n\tqueued_ms\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\x03\"\xa3\x01\n\x05Lease\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x05\x12\'\n\x07holders\x18\x04 \x03(\x0b\x32\x16.tenure.v1.LeaseHolder\x12\'\n\x07waiters\x18\x05 \x03(\x0b\x32\x16.tenure.v1.LeaseWaiter\x12\x18\n\x10\x64\x65layed_until_ms\x18\x06 \x01(\x03\"\xdc\x01\n\x13\x41\x63quireLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\x08\x63\x61pacity\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x14\n\x07wait_ms\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x15\n\rlock_delay_ms\x18\x08 \x01(\x03\x12\x10\n\x08metadata\x18\t \x01(\tB\x0b\n\t_capacityB\n\n\x08_wait_ms\"]\n\x14\x41\x63quireLeaseResponse\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x14\n\x0c\x61lready_held\x18\x02 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\x03\x12\x10\n\x08revision\x18\x04 \x01(\x03\"\x89\x01\n\x13ReleaseLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\x03\x12\r\n\x05\x61\x63tor\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\"(\n\x14ReleaseLeaseResponse\x12\x10\n\x08revision\x18\x01 \x01(\x03\"\xa1\x01\n\x14TransferLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\x03\x12\x15\n\rto_session_id\x18\x06 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x07 \x01(\t\x12\x0e\n\x06reason\x18\x08 \x01(\t\"8\n\x15TransferLeaseResponse\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\"@\n\x11\x43heckLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x03\"\xa5\x01\n\x12\x43heckLeaseResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.tenure.v1.TokenState\x12\x15\n\rcurrent_token\x18\x02 \x01(\x03\x12\x19\n\x11holder_session_id\x18\x03 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x04 \x01(\x03\x12!\n\x04read\x18\x05 \x01(\x0b\x32\x13.tenure.v1.ReadInfo\"\\\n\x0fGetLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12+\n\x0b\x63onsistency\x18\x03 \x01(\x0e\x32\x16.tenure.v1.Consistency\"V\n\x10GetLeaseResponse\x12\x1f\n\x05lease\x18\x01 \x01(\x0b\x32\x10.tenure.v1.Lease\x12!\n\x04read\x18\x02 \x01(\x0b\x32\x13.tenure.v1.ReadInfo\"\x87\x01\n\x11ListLeasesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\x12+\n\x0b\x63onsistency\x18\x05 \x01(\x0e\x32\x16.tenure.v1.Consistency\"r\n\x12ListLeasesResponse\x12 \n\x06leases\x18\x01 \x03(\x0b\x32\x10.tenure.v1.Lease\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12!\n\x04read\x18\x03 \x01(\x0b\x32\x13.tenure.v1.ReadInfo\"3\n\x13ObserveLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"I\n\x14ObserveLeaseResponse\x12\x1f\n\x05lease\x18\x01 \x01(\x0b\x32\x10.tenure.v1.Lease\x12\x10\n\x08revision\x18\x02 \x01(\x03*_\n\x0b\x43onsistency\x12\x1b\n\x17\x43ONSISTENCY_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43ONSISTENCY_LINEARIZABLE\x10\x01\x12\x15\n\x11\x43ONSISTENCY_LOCAL\x10\x02*r\n\nTokenState\x12\x1b\n\x17TOKEN_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_STATE_CURRENT\x10\x01\x12\x15\n\x11TOKEN_STATE_STALE\x10\x02\x12\x17\n\x13TOKEN_STATE_UNKNOWN\x10\x03\x32\xb2\x04\n\x0cLeaseService\x12O\n\x0c\x41\x63quireLease\x12\x1e.tenure.v1.AcquireLeaseRequest\x1a\x1f.tenure.v1.AcquireLeaseResponse\x12O\n\x0cReleaseLease\x12\x1e.tenure.v1.ReleaseLeaseRequest\x1a\x1f.tenure.v1.ReleaseLeaseResponse\x12R\n\rTransferLease\x12\x1f.tenure.v1.TransferLeaseRequest\x1a .tenure.v1.TransferLeaseResponse\x12I\n\nCheckLease\x12\x1c.tenure.v1.CheckLeaseRequest\x1a\x1d.tenure.v1.CheckLeaseResponse\x12\x43\n\x08GetLease\x12\x1a.tenure.v1.GetLeaseRequest\x1a\x1b.tenure.v1.GetLeaseResponse\x12I\n\nListLeases\x12\x1c.tenure.v1.ListLeasesRequest\x1a\x1d.tenure.v1.ListLeasesResponse\x12Q\n\x0cObserveLease\x12\x1e.tenure.v1.ObserveLeaseRequest\x1a\x1f.tenure.v1.ObserveLeaseResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tenure/v1/lease.proto\x12\ttenure.v1\"_\n\x08ReadInfo\x12\x14\n\x0clinearizable\x18\x01 \x01(\x08\x12\x15\n\rapplied_index\x18\x02 \x01(\x03\x12\x14\n\x0cstaleness_ms\x18\x03 \x01(\x03\x12\x10\n\x08revision\x18\x04 \x01(\x03\"\x9e\x01\n\x0bLeaseHolder\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x03\x12\x12\n\ngranted_ms\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\x03\x12\x14\n\x0cremaining_ms\x18\x05 \x01(\x03\x12\x10\n\x08metadata\x18\x06 \x01(\t\x12\r\n\x05\x61gent\x18\x07 \x01(\t\x12\x0c\n\x04host\x18\x08 \x01(\t\"[\n\x0bLeaseWaiter\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x11\n\tqueued_ms\x18\x03 \x01(\x03\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\x03\"\xcf\x01\n\x05Lease\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x05\x12\'\n\x07holders\x18\x04 \x03(\x0b\x32\x16.tenure.v1.LeaseHolder\x12\'\n\x07waiters\x18\x05 \x03(\x0b\x32\x16.tenure.v1.LeaseWaiter\x12\x18\n\x10\x64\x65layed_until_ms\x18\x06 \x01(\x03\x12\x14\n\x0cholder_count\x18\x07 \x01(\x05\x12\x14\n\x0cwaiter_count\x18\x08 \x01(\x05\"\xdc\x01\n\x13\x41\x63quireLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x15\n\x08\x63\x61pacity\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x14\n\x07wait_ms\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x15\n\rlock_delay_ms\x18\x08 \x01(\x03\x12\x10\n\x08metadata\x18\t \x01(\tB\x0b\n\t_capacityB\n\n\x08_wait_ms\"]\n\x14\x41\x63quireLeaseResponse\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x14\n\x0c\x61lready_held\x18\x02 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\x03\x12\x10\n\x08revision\x18\x04 \x01(\x03\"\x89\x01\n\x13ReleaseLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\x03\x12\r\n\x05\x61\x63tor\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\"(\n\x14ReleaseLeaseResponse\x12\x10\n\x08revision\x18\x01 \x01(\x03\"\xa1\x01\n\x14TransferLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05token\x18\x05 \x01(\x03\x12\x15\n\rto_session_id\x18\x06 \x01(\t\x12\r\n\x05\x61\x63tor\x18\x07 \x01(\t\x12\x0e\n\x06reason\x18\x08 \x01(\t\"8\n\x15TransferLeaseResponse\x12\r\n\x05token\x18\x01 \x01(\x03\x12\x10\n\x08revision\x18\x02 \x01(\x03\"@\n\x11\x43heckLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x03\"\xa5\x01\n\x12\x43heckLeaseResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.tenure.v1.TokenState\x12\x15\n\rcurrent_token\x18\x02 \x01(\x03\x12\x19\n\x11holder_session_id\x18\x03 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x04 \x01(\x03\x12!\n\x04read\x18\x05 \x01(\x0b\x32\x13.tenure.v1.ReadInfo\"\\\n\x0fGetLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12+\n\x0b\x63onsistency\x18\x03 \x01(\x0e\x32\x16.tenure.v1.Consistency\"V\n\x10GetLeaseResponse\x12\x1f\n\x05lease\x18\x01 \x01(\x0b\x32\x10.tenure.v1.Lease\x12!\n\x04read\x18\x02 \x01(\x0b\x32\x13.tenure.v1.ReadInfo\"\x87\x01\n\x11ListLeasesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06prefix\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\x05\x12\x12\n\npage_token\x18\x04 \x01(\t\x12+\n\x0b\x63onsistency\x18\x05 \x01(\x0e\x32\x16.tenure.v1.Consistency\"r\n\x12ListLeasesResponse\x12 \n\x06leases\x18\x01 \x03(\x0b\x32\x10.tenure.v1.Lease\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12!\n\x04read\x18\x03 \x01(\x0b\x32\x13.tenure.v1.ReadInfo\"3\n\x13ObserveLeaseRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"I\n\x14ObserveLeaseResponse\x12\x1f\n\x05lease\x18\x01 \x01(\x0b\x32\x10.tenure.v1.Lease\x12\x10\n\x08revision\x18\x02 \x01(\x03*_\n\x0b\x43onsistency\x12\x1b\n\x17\x43ONSISTENCY_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x43ONSISTENCY_LINEARIZABLE\x10\x01\x12\x15\n\x11\x43ONSISTENCY_LOCAL\x10\x02*r\n\nTokenState\x12\x1b\n\x17TOKEN_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_STATE_CURRENT\x10\x01\x12\x15\n\x11TOKEN_STATE_STALE\x10\x02\x12\x17\n\x13TOKEN_STATE_UNKNOWN\x10\x03\x32\xb2\x04\n\x0cLeaseService\x12O\n\x0c\x41\x63quireLease\x12\x1e.tenure.v1.AcquireLeaseRequest\x1a\x1f.tenure.v1.AcquireLeaseResponse\x12O\n\x0cReleaseLease\x12\x1e.tenure.v1.ReleaseLeaseRequest\x1a\x1f.tenure.v1.ReleaseLeaseResponse\x12R\n\rTransferLease\x12\x1f.tenure.v1.TransferLeaseRequest\x1a .tenure.v1.TransferLeaseResponse\x12I\n\nCheckLease\x12\x1c.tenure.v1.CheckLeaseRequest\x1a\x1d.tenure.v1.CheckLeaseResponse\x12\x43\n\x08GetLease\x12\x1a.tenure.v1.GetLeaseRequest\x1a\x1b.tenure.v1.GetLeaseResponse\x12I\n\nListLeases\x12\x1c.tenure.v1.ListLeasesRequest\x1a\x1d.tenure.v1.ListLeasesResponse\x12Q\n\x0cObserveLease\x12\x1e.tenure.v1.ObserveLeaseRequest\x1a\x1f.tenure.v1.ObserveLeaseResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tenure.v1.lease_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CONSISTENCY']._serialized_start=2073
-  _globals['_CONSISTENCY']._serialized_end=2168
-  _globals['_TOKENSTATE']._serialized_start=2170
-  _globals['_TOKENSTATE']._serialized_end=2284
+  _globals['_CONSISTENCY']._serialized_start=2117
+  _globals['_CONSISTENCY']._serialized_end=2212
+  _globals['_TOKENSTATE']._serialized_start=2214
+  _globals['_TOKENSTATE']._serialized_end=2328
   _globals['_READINFO']._serialized_start=36
   _globals['_READINFO']._serialized_end=131
   _globals['_LEASEHOLDER']._serialized_start=134
@@ -42,35 +42,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEASEWAITER']._serialized_start=294
   _globals['_LEASEWAITER']._serialized_end=385
   _globals['_LEASE']._serialized_start=388
-  _globals['_LEASE']._serialized_end=551
-  _globals['_ACQUIRELEASEREQUEST']._serialized_start=554
-  _globals['_ACQUIRELEASEREQUEST']._serialized_end=774
-  _globals['_ACQUIRELEASERESPONSE']._serialized_start=776
-  _globals['_ACQUIRELEASERESPONSE']._serialized_end=869
-  _globals['_RELEASELEASEREQUEST']._serialized_start=872
-  _globals['_RELEASELEASEREQUEST']._serialized_end=1009
-  _globals['_RELEASELEASERESPONSE']._serialized_start=1011
-  _globals['_RELEASELEASERESPONSE']._serialized_end=1051
-  _globals['_TRANSFERLEASEREQUEST']._serialized_start=1054
-  _globals['_TRANSFERLEASEREQUEST']._serialized_end=1215
-  _globals['_TRANSFERLEASERESPONSE']._serialized_start=1217
-  _globals['_TRANSFERLEASERESPONSE']._serialized_end=1273
-  _globals['_CHECKLEASEREQUEST']._serialized_start=1275
-  _globals['_CHECKLEASEREQUEST']._serialized_end=1339
-  _globals['_CHECKLEASERESPONSE']._serialized_start=1342
-  _globals['_CHECKLEASERESPONSE']._serialized_end=1507
-  _globals['_GETLEASEREQUEST']._serialized_start=1509
-  _globals['_GETLEASEREQUEST']._serialized_end=1601
-  _globals['_GETLEASERESPONSE']._serialized_start=1603
-  _globals['_GETLEASERESPONSE']._serialized_end=1689
-  _globals['_LISTLEASESREQUEST']._serialized_start=1692
-  _globals['_LISTLEASESREQUEST']._serialized_end=1827
-  _globals['_LISTLEASESRESPONSE']._serialized_start=1829
-  _globals['_LISTLEASESRESPONSE']._serialized_end=1943
-  _globals['_OBSERVELEASEREQUEST']._serialized_start=1945
-  _globals['_OBSERVELEASEREQUEST']._serialized_end=1996
-  _globals['_OBSERVELEASERESPONSE']._serialized_start=1998
-  _globals['_OBSERVELEASERESPONSE']._serialized_end=2071
-  _globals['_LEASESERVICE']._serialized_start=2287
-  _globals['_LEASESERVICE']._serialized_end=2849
+  _globals['_LEASE']._serialized_end=595
+  _globals['_ACQUIRELEASEREQUEST']._serialized_start=598
+  _globals['_ACQUIRELEASEREQUEST']._serialized_end=818
+  _globals['_ACQUIRELEASERESPONSE']._serialized_start=820
+  _globals['_ACQUIRELEASERESPONSE']._serialized_end=913
+  _globals['_RELEASELEASEREQUEST']._serialized_start=916
+  _globals['_RELEASELEASEREQUEST']._serialized_end=1053
+  _globals['_RELEASELEASERESPONSE']._serialized_start=1055
+  _globals['_RELEASELEASERESPONSE']._serialized_end=1095
+  _globals['_TRANSFERLEASEREQUEST']._serialized_start=1098
+  _globals['_TRANSFERLEASEREQUEST']._serialized_end=1259
+  _globals['_TRANSFERLEASERESPONSE']._serialized_start=1261
+  _globals['_TRANSFERLEASERESPONSE']._serialized_end=1317
+  _globals['_CHECKLEASEREQUEST']._serialized_start=1319
+  _globals['_CHECKLEASEREQUEST']._serialized_end=1383
+  _globals['_CHECKLEASERESPONSE']._serialized_start=1386
+  _globals['_CHECKLEASERESPONSE']._serialized_end=1551
+  _globals['_GETLEASEREQUEST']._serialized_start=1553
+  _globals['_GETLEASEREQUEST']._serialized_end=1645
+  _globals['_GETLEASERESPONSE']._serialized_start=1647
+  _globals['_GETLEASERESPONSE']._serialized_end=1733
+  _globals['_LISTLEASESREQUEST']._serialized_start=1736
+  _globals['_LISTLEASESREQUEST']._serialized_end=1871
+  _globals['_LISTLEASESRESPONSE']._serialized_start=1873
+  _globals['_LISTLEASESRESPONSE']._serialized_end=1987
+  _globals['_OBSERVELEASEREQUEST']._serialized_start=1989
+  _globals['_OBSERVELEASEREQUEST']._serialized_end=2040
+  _globals['_OBSERVELEASERESPONSE']._serialized_start=2042
+  _globals['_OBSERVELEASERESPONSE']._serialized_end=2115
+  _globals['_LEASESERVICE']._serialized_start=2331
+  _globals['_LEASESERVICE']._serialized_end=2893
 # @@protoc_insertion_point(module_scope)

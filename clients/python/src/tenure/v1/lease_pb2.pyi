@@ -176,11 +176,16 @@ class Lease(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     WAITERS_FIELD_NUMBER: _builtins.int
     DELAYED_UNTIL_MS_FIELD_NUMBER: _builtins.int
+    HOLDER_COUNT_FIELD_NUMBER: _builtins.int
+    WAITER_COUNT_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     name: _builtins.str
     capacity: _builtins.int
     delayed_until_ms: _builtins.int
-    """Not granted to anyone before this cluster time, in milliseconds (lock delay after an expiry); 0 when there is none."""
+    """When the first place that is delayed after an expiry comes free, in cluster time; 0 when none is delayed."""
+    holder_count: _builtins.int
+    """How many there are. `holders` and `waiters` show the first 1,000 of each, in a list of leases the first 20."""
+    waiter_count: _builtins.int
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseHolder]: ...
     @_builtins.property
@@ -194,10 +199,12 @@ class Lease(_message.Message):
         holders: _abc.Iterable[Global___LeaseHolder] | None = ...,
         waiters: _abc.Iterable[Global___LeaseWaiter] | None = ...,
         delayed_until_ms: _builtins.int = ...,
+        holder_count: _builtins.int = ...,
+        waiter_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "delayed_until_ms", b"delayed_until_ms", "holders", b"holders", "name", b"name", "tenant", b"tenant", "waiters", b"waiters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "delayed_until_ms", b"delayed_until_ms", "holder_count", b"holder_count", "holders", b"holders", "name", b"name", "tenant", b"tenant", "waiter_count", b"waiter_count", "waiters", b"waiters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,7 +123,7 @@ class LeaseServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ObserveLease(self, request, context):
-        """Streams the lease as it is, then again at every change.
+        """Streams the lease as it is, then again when it has changed. Changes in quick succession may be told as one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

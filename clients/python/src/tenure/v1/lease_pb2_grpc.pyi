@@ -48,7 +48,7 @@ class LeaseServiceStub:
     GetLease: _grpc.UnaryUnaryMultiCallable[_lease_pb2.GetLeaseRequest, _lease_pb2.GetLeaseResponse]
     ListLeases: _grpc.UnaryUnaryMultiCallable[_lease_pb2.ListLeasesRequest, _lease_pb2.ListLeasesResponse]
     ObserveLease: _grpc.UnaryStreamMultiCallable[_lease_pb2.ObserveLeaseRequest, _lease_pb2.ObserveLeaseResponse]
-    """Streams the lease as it is, then again at every change."""
+    """Streams the lease as it is, then again when it has changed. Changes in quick succession may be told as one."""
 
 @_typing.type_check_only
 class LeaseServiceAsyncStub(LeaseServiceStub):
@@ -70,7 +70,7 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     GetLease: _aio.UnaryUnaryMultiCallable[_lease_pb2.GetLeaseRequest, _lease_pb2.GetLeaseResponse]  # type: ignore[assignment]
     ListLeases: _aio.UnaryUnaryMultiCallable[_lease_pb2.ListLeasesRequest, _lease_pb2.ListLeasesResponse]  # type: ignore[assignment]
     ObserveLease: _aio.UnaryStreamMultiCallable[_lease_pb2.ObserveLeaseRequest, _lease_pb2.ObserveLeaseResponse]  # type: ignore[assignment]
-    """Streams the lease as it is, then again at every change."""
+    """Streams the lease as it is, then again when it has changed. Changes in quick succession may be told as one."""
 
 class LeaseServiceServicer(metaclass=_abc_1.ABCMeta):
     """Leases: exclusive ownership of a named thing by a session, with a fencing token.
@@ -131,6 +131,6 @@ class LeaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lease_pb2.ObserveLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_lease_pb2.ObserveLeaseResponse], _abc.AsyncIterator[_lease_pb2.ObserveLeaseResponse]]:
-        """Streams the lease as it is, then again at every change."""
+        """Streams the lease as it is, then again when it has changed. Changes in quick succession may be told as one."""
 
 def add_LeaseServiceServicer_to_server(servicer: LeaseServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

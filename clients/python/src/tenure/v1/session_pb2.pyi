@@ -397,9 +397,9 @@ class ConnectRequest(_message.Message):
     def keep_alive(self) -> Global___KeepAlive: ...
     @_builtins.property
     def cancelled_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Operations of this stream whose caller gave up: an acquire leaves the line, and what it was granted (unless the session
-        held it before) is released, also when the answer is already on its way. Such an operation still gets its one
-        result. A cancelled id must not be sent again.
+        """Operations whose caller gave up. An acquire leaves the line, and what it was granted meanwhile is given back, unless the
+        session held it before. Such an operation still gets its one result (ABORTED, WAIT_CANCELLED when it was undone). Ids that
+        are not running on this stream are ignored; operations in the same message are started first.
         """
 
     def __init__(

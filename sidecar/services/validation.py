@@ -1,0 +1,195 @@
+"""What a request may say. Every error names the field, the value (shortened) and what is allowed.
+
+Allowed:
+* tenant: 1 to 64 characters out of a-z, A-Z, 0-9, ``.``, ``_`` and ``-``, and configured on this sidecar;
+* lease name: 1 to 256 bytes of printable UTF-8 (no control characters), without a space or a slash at either end;
+* idempotency key: 1 to 512 bytes of UTF-8, not only white space;
+* ids (session, request): at most 128 bytes, printable;
+* free text (metadata, agent info, errors, actor, reason): any UTF-8 up to the field's limit.
+
+That text is UTF-8 at all is checked by the protobuf parser (see handlers.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from sidecar.core import commands
+from sidecar.services.errors import ApiError, Problem, problem, shorten
+
+SESSION_ID_BYTES_MAX = 128
+NODE_ID_BYTES_MAX = 128
+PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1_000
+PAGE_TOKEN_BYTES_MAX = 2_048
+TOKEN_MAX = 2**63 - 1
+ATTEMPT_MAX = 2**31 - 1
+# Longer deadlines are served as if they were this long.
+DEADLINE_MAX_MS = commands.WAIT_MAX_MS + 60_000
+
+_TENANT = re.compile(r"[A-Za-z0-9._-]+")
+_SHOWN_BYTES_MAX = 64
+
+
+def _error(what: Problem, field: str, value: object, allowed: str) -> ApiError:
+    shown = shorten(repr(value) if isinstance(value, (str, bytes)) else str(value), _SHOWN_BYTES_MAX)
+    return problem(what, f"{field} is {shown}; allowed: {allowed}", field=field, value=shown, allowed=allowed)
+
+
+def size_of(text: str) -> int:
+    """Length in bytes of UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def tenant(value: str, configured: Sequence[str]) -> str:
+    """A configured tenant; NOT_FOUND when it is well formed but unknown here."""
+    if value in configured:
+        return value
+    if not _TENANT.fullmatch(value) or len(value) > commands.TENANT_BYTES_MAX:
+        allowed = f"1 to {commands.TENANT_BYTES_MAX} characters out of a-z, A-Z, 0-9, '.', '_' and '-'"
+        raise _error(Problem.TENANT_INVALID, "tenant", value, allowed)
+    raise _error(Problem.TENANT_NOT_FOUND, "tenant", value, "a tenant configured on this sidecar")
+
+
+def lease_name(value: str, field: str = "name") -> str:
+    if not value or size_of(value) > commands.NAME_BYTES_MAX or not value.isprintable() or value.strip(" /") != value:
+        allowed = (
+            f"1 to {commands.NAME_BYTES_MAX} bytes of printable UTF-8 without a space or a slash at either end"
+        )
+        raise _error(Problem.NAME_INVALID, field, value, allowed)
+    return value
+
+
+def prefix(value: str, bytes_max: int) -> str:
+    """The beginning of a name or key; may be empty."""
+    return text(value, "prefix", bytes_max)
+
+
+def key(value: str) -> str:
+    if not value or size_of(value) > commands.KEY_BYTES_MAX or value.isspace():
+        allowed = f"1 to {commands.KEY_BYTES_MAX} bytes of UTF-8, not only white space"
+        raise _error(Problem.KEY_INVALID, "key", value, allowed)
+    return value
+
+
+def identifier(value: str, field: str, bytes_max: int) -> str:
+    """A session, request or node id that must be present."""
+    if not value:
+        raise problem(Problem.FIELD_REQUIRED, f"{field} is required", field=field)
+    return optional_identifier(value, field, bytes_max)
+
+
+def optional_identifier(value: str, field: str, bytes_max: int) -> str:
+    if size_of(value) > bytes_max or not value.isprintable():
+        raise _error(Problem.FIELD_INVALID, field, value, f"at most {bytes_max} bytes, printable")
+    return value
+
+
+def session_id(value: str, field: str = "session_id") -> str:
+    return identifier(value, field, SESSION_ID_BYTES_MAX)
+
+
+def request_id(value: str) -> str:
+    """May be empty: the sidecar then makes one."""
+    return optional_identifier(value, "request_id", commands.REQUEST_ID_BYTES_MAX)
+
+
+def text(value: str, field: str, bytes_max: int) -> str:
+    """Free text, may be empty."""
+    size = size_of(value)
+    if size > bytes_max:
+        raise too_large(field, size, bytes_max)
+    return value
+
+
+def required_text(value: str, field: str, bytes_max: int) -> str:
+    if not value.strip():
+        raise problem(Problem.FIELD_REQUIRED, f"{field} is required", field=field)
+    return text(value, field, bytes_max)
+
+
+def payload(value: bytes, field: str, bytes_max: int) -> bytes:
+    if len(value) > bytes_max:
+        raise too_large(field, len(value), bytes_max)
+    return value
+
+
+def too_large(field: str, size: int, bytes_max: int) -> ApiError:
+    return problem(
+        Problem.FIELD_TOO_LARGE,
+        f"{field} has {size} bytes; allowed: at most {bytes_max}",
+        field=field,
+        size_bytes=size,
+        limit_bytes=bytes_max,
+    )
+
+
+def number(value: int, field: str, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise _error(Problem.VALUE_OUT_OF_RANGE, field, value, f"{least} to {most}")
+    return value
+
+
+def token(value: int, field: str = "token") -> int:
+    return number(value, field, 1, TOKEN_MAX)
+
+
+def attempt(value: int) -> int:
+    return number(value, "attempt", 1, ATTEMPT_MAX)
+
+
+def choice(value: int, field: str, names: Mapping[int, str]) -> int:
+    """A number of an enum; proto3 lets unknown ones through."""
+    if value not in names:
+        raise _error(Problem.FIELD_INVALID, field, value, ", ".join(names.values()))
+    return value
+
+
+def labels(value: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Ordered by name, so that equal requests have equal commands."""
+    number(len(value), "info.labels (how many)", 0, commands.LABELS_MAX)
+    for name, content in value.items():
+        identifier(name, "info.labels (name)", commands.INFO_FIELD_BYTES_MAX)
+        text(content, f"info.labels[{shorten(name, 32)}]", commands.INFO_FIELD_BYTES_MAX)
+    return tuple(sorted(value.items()))
+
+
+# ---- pages --------------------------------------------------------------------------------------------------------
+
+
+class _Page(msgspec.Struct, array_like=True):
+    """What a page token says: which list it belongs to, and after which item it goes on."""
+
+    version: int
+    scope: tuple[str, ...]
+    after: str
+
+
+def page_size(value: int) -> int:
+    return number(value, "page_size", 0, PAGE_SIZE_MAX) or PAGE_SIZE_DEFAULT
+
+
+def page_token(scope: tuple[str, ...], after: str) -> str:
+    """An opaque token. It names the last item given out, so items that come or go elsewhere do not disturb the walk."""
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(_Page(1, scope, after))).decode().rstrip("=")
+
+
+def page_after(value: str, scope: tuple[str, ...]) -> str:
+    """The item after which the page starts; refuses a token of another list."""
+    if not value:
+        return ""
+    allowed = "empty, or the next_page_token of the page before, for the same list"
+    if len(value) > PAGE_TOKEN_BYTES_MAX:
+        raise _error(Problem.PAGE_TOKEN_INVALID, "page_token", value, allowed)
+    try:
+        padded = value + "=" * (-len(value) % 4)
+        page = msgspec.msgpack.decode(base64.b64decode(padded, altchars=b"-_", validate=True), type=_Page)
+    except (ValueError, binascii.Error, msgspec.DecodeError):
+        raise _error(Problem.PAGE_TOKEN_INVALID, "page_token", value, allowed) from None
+    if page.version != 1 or page.scope != scope or not page.after:
+        raise _error(Problem.PAGE_TOKEN_INVALID, "page_token", value, allowed)
+    return page.after
