@@ -56,12 +56,13 @@ class Application(Protocol):
     def capture(self) -> Captured: ...
 
     def restore(self, payload: bytes) -> None:
-        """Replace the state by a snapshot's. Entries skipped by it were applied elsewhere: outcomes here are unknown."""
+        """Replace the state by a snapshot's. Entries skipped by it were applied elsewhere: outcomes here are
+        unknown."""
 
     def digest(self) -> str: ...
 
 
-# ---- the log store -----------------------------------------------------------------------------------------------
+# ---- the log store -------------------------------------------------------------------------------------------------
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +79,7 @@ class SnapshotMeta(msgspec.Struct, frozen=True, array_like=True):
     previous_term: int
     file: str
     size_bytes: int
-    checksum: str  # blake2b-256 of the file's content, hexadecimal
+    checksum: str  # blake2b-256 of the file's content (without the copy of it at the end), hexadecimal
 
 
 class StoreIdentity(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +88,12 @@ class StoreIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreError(Exception):
-    """The store cannot be used: corrupt, foreign, of a newer format, or the disk refused. Names the file, says what to do."""
+    """The store cannot be used: corrupt, foreign, of a newer format, or the disk refused. Names the file, says what
+    to do."""
+
+
+class SnapshotRefused(StoreError):
+    """What a peer sent is no snapshot for us (size, order, checksum, cluster). Our own store is as good as before."""
 
 
 class LogStore(Protocol):
@@ -120,11 +126,12 @@ class LogStore(Protocol):
 
     @property
     def amnesiac_term(self) -> int | None:
-        """Set while this node must not vote: it joined with an empty store a cluster that has history. See voting rules."""
+        """Set while this node must not vote: it joined with an empty store a cluster that has history. See voting
+        rules."""
 
     @property
     def fresh(self) -> bool:
-        """The store was created by this open."""
+        """Nothing was stored before this open: created by it, or by one that crashed before its first entry."""
 
     # -- write (queued)
     def append(self, entry: Entry) -> None: ...
