@@ -1,0 +1,169 @@
+"""Profiles: which faults, sizes and timings a run is made of. Every seed draws its own shape from its profile."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from chaos.world import MILLISECOND, SECOND
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything about a run that its seed does not decide event by event. Times in microseconds."""
+
+    nodes: int = 3
+    duration_us: int = 20 * SECOND
+    convergence_us: int = 30 * SECOND  # after all faults have ended, a new command is applied everywhere within this
+
+    # network
+    latency_us: Range = (200, 3_000)
+    bytes_per_us: int = 100
+    link_frames_max: int = 2_000
+    redial_us: Range = (20 * MILLISECOND, 800 * MILLISECOND)
+    idle_timeout_us: Range = (1 * SECOND, 4 * SECOND)
+    replaced_links_deliver: bool = False
+
+    # disk and life
+    sync_us: Range = (100, 2_000)
+    down_us: Range = (50 * MILLISECOND, 3 * SECOND)
+    ideal_disk: bool = False
+    cpu_us: Range = (50, 300)  # from a wake-up to the turn
+    background_us: Range = (2 * MILLISECOND, 300 * MILLISECOND)
+    drift_ppm: int = 100
+
+    # faults: name -> weight; one is drawn every ``gap_us``
+    faults: tuple[tuple[str, int], ...] = ()
+    gap_us: Range = (100 * MILLISECOND, 1_200 * MILLISECOND)
+    fault_us: Range = (50 * MILLISECOND, 2_500 * MILLISECOND)
+
+    # workload
+    clients: int = 4
+    think_us: Range = (5 * MILLISECOND, 120 * MILLISECOND)
+    command_bytes: Range = (20, 60)
+    reads_per_thousand: int = 250
+    application: str = "register"
+
+    # the node
+    heartbeat_ms: int = 100
+    election_ms: Range = (800, 1_600)
+    append_bytes_max: int = 4 << 20
+    compact_entries: int = 50_000
+    snapshot_chunk_bytes: int = 256 << 10
+
+    # the library's own class
+    stock_use_batch: bool = True
+    stock_redial_us: Range = (0, 5 * SECOND)
+
+
+NET_FAULTS = (("reset", 30), ("hold", 20), ("isolate", 12), ("one_way", 8), ("cut", 8), ("split", 6), ("pause", 12))
+LIFE_FAULTS = (("kill", 20), ("kill_in_step", 30))
+SMALL_BATCHES = 150
+
+
+@dataclass(frozen=True)
+class Profile:
+    about: str
+    shape: Shape
+    stock: bool = True  # the library's own class runs it too
+    nodes: tuple[int, ...] = (3,)
+    swarm: bool = True  # each seed leaves out some of the faults
+    seconds: Range = (12, 20)
+    tags: tuple[str, ...] = field(default=())
+
+    def draw(self, rng: random.Random) -> Shape:
+        def between(low: int, high: int) -> int:
+            return low + int(rng.random() * (high - low + 1))
+
+        faults = self.shape.faults
+        if self.swarm and len(faults) > 2:
+            faults = tuple(fault for fault in faults if rng.random() < 0.7) or faults
+        slow_net = rng.random() < 0.25
+        return replace(
+            self.shape,
+            nodes=self.nodes[between(0, len(self.nodes) - 1)],
+            duration_us=between(*self.seconds) * SECOND,
+            faults=faults,
+            clients=between(2, 6),
+            latency_us=(1_000, 60_000) if slow_net else self.shape.latency_us,
+            stock_use_batch=rng.random() < 0.5,
+        )
+
+
+_SNAP = Shape(faults=NET_FAULTS, compact_entries=40, snapshot_chunk_bytes=60, append_bytes_max=400)
+
+PROFILES: dict[str, Profile] = {
+    "net": Profile("the network only, 3 nodes, small batches", Shape(faults=NET_FAULTS, append_bytes_max=SMALL_BATCHES)),
+    "net5": Profile(
+        "the network only, 5 nodes", Shape(faults=NET_FAULTS, append_bytes_max=SMALL_BATCHES), nodes=(5,), seconds=(8, 14)
+    ),
+    "sizes": Profile(
+        "network, kills and power cuts; clusters of 1, 3, 5 and 7",
+        Shape(faults=(*NET_FAULTS, *LIFE_FAULTS, ("power", 10)), compact_entries=300),
+        nodes=(1, 3, 5, 7),
+        seconds=(6, 10),
+        stock=False,
+    ),
+    "crash": Profile(
+        "network and kills; the disk keeps everything that was written",
+        Shape(faults=(*NET_FAULTS, ("kill", 30)), append_bytes_max=SMALL_BATCHES, ideal_disk=True),
+    ),
+    "snap": Profile("network, constant compaction, snapshots in small chunks", _SNAP),
+    "snapcrash": Profile(
+        "the same, and kills on an ideal disk",
+        replace(_SNAP, faults=(*NET_FAULTS, ("kill", 30), ("snapshot", 10)), ideal_disk=True),
+    ),
+    "kill9": Profile(
+        "kill -9 inside any storage step, ordinary sizes, compaction",
+        Shape(faults=(*NET_FAULTS, *LIFE_FAULTS, ("snapshot", 10)), compact_entries=120),
+    ),
+    "power": Profile(
+        "power cuts of one machine and of all at once: what was not synced is lost",
+        Shape(faults=(*NET_FAULTS, ("power", 30), ("power_all", 6), ("kill_in_step", 10)), compact_entries=200),
+    ),
+    "stale": Profile(
+        "many reconnections (stock: a replaced connection still delivers, as its own transport does)",
+        Shape(
+            faults=(("reset", 60), ("hold", 40), ("cut", 10), ("pause", 10)),
+            append_bytes_max=SMALL_BATCHES,
+            gap_us=(30 * MILLISECOND, 400 * MILLISECOND),
+            redial_us=(1 * MILLISECOND, 100 * MILLISECOND),
+            replaced_links_deliver=True,
+        ),
+    ),
+    "bulk": Profile(
+        "large commands, several batches behind",
+        Shape(
+            faults=(("isolate", 30), ("cut", 15), ("hold", 20), ("pause", 15), ("kill", 10), ("reset", 20)),
+            command_bytes=(1_500, 6_000),
+            append_bytes_max=1 << 16,
+            think_us=(2 * MILLISECOND, 30 * MILLISECOND),
+        ),
+        seconds=(6, 10),
+    ),
+    "slow": Profile(
+        "slow and full disks, leadership transfers",
+        Shape(
+            faults=(("slow_disk", 40), ("full_disk", 8), ("transfer", 20), *NET_FAULTS, ("kill_in_step", 10)),
+            compact_entries=150,
+        ),
+        stock=False,
+    ),
+    "clock": Profile(
+        "clocks that drift by half a percent and wall clocks that step by hours, pauses",
+        Shape(
+            faults=(("wall_step", 30), ("drift", 30), ("pause", 30), ("transfer", 10), *NET_FAULTS),
+            drift_ppm=5_000,
+        ),
+        stock=False,
+    ),
+    "wipe": Profile(
+        "one machine loses its disk and comes back empty; network, kills",
+        Shape(faults=(("wipe", 30), ("kill", 10), ("power", 10), *NET_FAULTS), compact_entries=150),
+        nodes=(3, 3, 5),
+        stock=False,
+    ),
+    "quiet": Profile("no fault at all", Shape(), swarm=False, seconds=(6, 8)),
+}
