@@ -42,14 +42,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     sessions_max: int = 20_000
     sessions_per_tenant_max: int = 20_000
+    # Names in use, and also holders of all names together.
     leases_max: int = 200_000
     waiters_per_lease_max: int = 10_000
     records_max: int = 1_000_000
+    # Keys, fingerprints, results and errors, with a reserve for each attempt whose outcome is still to come.
     record_bytes_max: int = 256 * 1024 * 1024
     requests_max: int = 200_000
+    # How long the result of a unary request is kept, and how old it must be to make room for another.
     request_retention_ms: int = 300_000
     request_retention_min_ms: int = 30_000
     events_max: int = 10_000
+    waiters_max: int = 200_000
+    # Operations of one stream whose answers the client has not acknowledged.
+    stream_requests_max: int = 10_000
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
@@ -63,17 +69,17 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pass
 
 
-class Tick(_Command, tag=1):
+class Tick(_Command, frozen=True, tag=1):
     """Lets time pass: whatever ends at or before the batch's stamp ends now."""
 
 
-class SetLimits(_Command, tag=2):
+class SetLimits(_Command, frozen=True, tag=2):
     """Replaces the limits. Proposed by a new leader when its configuration differs from the state's."""
 
     limits: Limits
 
 
-class OpenSession(_Command, tag=10):
+class OpenSession(_Command, frozen=True, tag=10):
     tenant: str
     # Random, chosen by the proposing sidecar; no part of the request's fingerprint.
     suffix: str
@@ -89,13 +95,17 @@ class OpenSession(_Command, tag=10):
     node: str = ""
 
 
-class RenewSessions(_Command, tag=11):
+class RenewSessions(_Command, frozen=True, tag=11):
     """All renewals of one window. Sessions that have ended are reported, never revived."""
 
     sessions: tuple[str, ...]
+    # Empty, or for each session the stream its keepalive came over, "" for a unary call. A keepalive of a stream
+    # counts only while that stream carries the session, so one that was still under way when its stream broke cannot
+    # undo the cut of the deadline. A unary renewal always counts: whoever sends it is alive.
+    connections: tuple[str, ...] = ()
 
 
-class AttachSession(_Command, tag=12):
+class AttachSession(_Command, frozen=True, tag=12):
     """A stream took the session over; it counts as a renewal. A later detach of an older connection has no effect."""
 
     tenant: str
@@ -104,19 +114,19 @@ class AttachSession(_Command, tag=12):
     node: str
 
 
-class DetachSession(_Command, tag=13):
+class DetachSession(_Command, frozen=True, tag=13):
     """The stream broke: the deadline is cut to the disconnect grace, unless another connection has attached since."""
 
     session: str
     connection: str
 
 
-class CloseSession(_Command, tag=14):
+class CloseSession(_Command, frozen=True, tag=14):
     tenant: str
     session: str
 
 
-class AcquireLease(_Command, tag=20):
+class AcquireLease(_Command, frozen=True, tag=20):
     tenant: str
     name: str
     session: str
@@ -126,12 +136,17 @@ class AcquireLease(_Command, tag=20):
     priority: int = 0
     lock_delay_ms: int = 0
     metadata: str = ""
-    # Names the place in line, unique within the session (the request's identity). Required when wait_ms > 0.
+    # Names this very call, so that CancelWait undoes what it was given and nothing else. Required when wait_ms > 0.
+    # Neither it nor wait_ms is part of the request's fingerprint: a repeat has a name of its own and less time left,
+    # and takes over the place in line, or the grant, under its own name.
     waiter: str = ""
 
 
-class CancelWait(_Command, tag=21):
-    """The caller gave up: leaves the line, or releases the lease if this very waiter was granted it meanwhile."""
+class CancelWait(_Command, frozen=True, tag=21):
+    """The caller gave up: leaves the line, or releases the lease if this very waiter was granted it meanwhile.
+
+    The request that is undone is forgotten with it: a repeat is a fresh try.
+    """
 
     tenant: str
     name: str
@@ -139,7 +154,7 @@ class CancelWait(_Command, tag=21):
     waiter: str
 
 
-class ReleaseLease(_Command, tag=22):
+class ReleaseLease(_Command, frozen=True, tag=22):
     tenant: str
     name: str
     token: int
@@ -149,7 +164,7 @@ class ReleaseLease(_Command, tag=22):
     reason: str = ""
 
 
-class TransferLease(_Command, tag=23):
+class TransferLease(_Command, frozen=True, tag=23):
     tenant: str
     name: str
     token: int
@@ -164,7 +179,7 @@ class OwnerLoss(IntEnum):
     UNKNOWN = 2
 
 
-class BeginRecord(_Command, tag=30):
+class BeginRecord(_Command, frozen=True, tag=30):
     tenant: str
     key: str
     session: str
@@ -176,7 +191,7 @@ class BeginRecord(_Command, tag=30):
     fence_token: int = 0
 
 
-class CompleteRecord(_Command, tag=31):
+class CompleteRecord(_Command, frozen=True, tag=31):
     tenant: str
     key: str
     session: str
@@ -184,7 +199,7 @@ class CompleteRecord(_Command, tag=31):
     result: bytes = b""
 
 
-class FailRecord(_Command, tag=32):
+class FailRecord(_Command, frozen=True, tag=32):
     tenant: str
     key: str
     session: str
@@ -200,7 +215,7 @@ class Resolution(IntEnum):
     FORGET = 4
 
 
-class ResolveRecord(_Command, tag=33):
+class ResolveRecord(_Command, frozen=True, tag=33):
     tenant: str
     key: str
     attempt: int
@@ -266,6 +281,7 @@ class Reason(IntEnum):
     REQUEST_ID_REUSED = 2  # same request key, another command
     REQUEST_FORGOTTEN = 3  # a stream operation that the client has itself acknowledged
     REQUESTS_FULL = 4
+    INVALID_COMMAND = 5  # out of bounds: the net below the services' own validation
     SESSION_NOT_FOUND = 10  # never existed, expired or closed
     SESSION_FOREIGN = 11  # belongs to another tenant
     SESSIONS_FULL = 12
@@ -293,13 +309,13 @@ class _Result(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     pass
 
 
-class Done(_Result, tag=1):
+class Done(_Result, frozen=True, tag=1):
     """It happened, and there is nothing more to say. ``revision`` is that of the last event so far."""
 
     revision: int = 0
 
 
-class Refused(_Result, tag=2):
+class Refused(_Result, frozen=True, tag=2):
     """It did not happen. ``facts`` are key and value pairs for the caller (current holder, token, limit, ...)."""
 
     reason: Reason
@@ -308,33 +324,37 @@ class Refused(_Result, tag=2):
     retry_delay_ms: int = 0
 
 
-class SessionOpened(_Result, tag=10):
+class SessionOpened(_Result, frozen=True, tag=10):
     session: str
     opened_ms: int
     deadline_ms: int
     revision: int
 
 
-class SessionsRenewed(_Result, tag=11):
-    """``ended`` lists the sessions of the command that no longer live. Deadlines are stamp + ttl for the others."""
+class SessionsRenewed(_Result, frozen=True, tag=11):
+    """Deadlines are stamp + ttl now, but for two kinds of sessions of the command.
+
+    ``ended``: no longer live. ``superseded``: live, but another stream carries them, or none, so this did not count.
+    """
 
     ended: tuple[str, ...] = ()
+    superseded: tuple[str, ...] = ()
 
 
-class SessionAttached(_Result, tag=12):
+class SessionAttached(_Result, frozen=True, tag=12):
     deadline_ms: int
     ttl_ms: int
     revision: int
 
 
-class LeaseGranted(_Result, tag=20):
+class LeaseGranted(_Result, frozen=True, tag=20):
     token: int
     already_held: bool
     ttl_ms: int
     revision: int
 
 
-class LeaseQueued(_Result, tag=21):
+class LeaseQueued(_Result, frozen=True, tag=21):
     """In line. The grant, or the end of the wait, follows as an event that names the waiter."""
 
     waiter: str
@@ -342,7 +362,7 @@ class LeaseQueued(_Result, tag=21):
     revision: int
 
 
-class LeaseTransferred(_Result, tag=22):
+class LeaseTransferred(_Result, frozen=True, tag=22):
     token: int
     revision: int
 
@@ -356,7 +376,7 @@ class BeginOutcome(IntEnum):
     UNKNOWN = 5
 
 
-class RecordBegun(_Result, tag=30):
+class RecordBegun(_Result, frozen=True, tag=30):
     outcome: BeginOutcome
     attempt: int
     # Of the record as it is now; result and error only where the outcome carries them.
@@ -367,7 +387,7 @@ class RecordBegun(_Result, tag=30):
     revision: int = 0
 
 
-class RecordCompleted(_Result, tag=31):
+class RecordCompleted(_Result, frozen=True, tag=31):
     already_completed: bool
     revision: int
 

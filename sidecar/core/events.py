@@ -31,7 +31,7 @@ class Kind(IntEnum):
     RECORD_FORGOTTEN = 25  # cause retention or operator
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     revision: int
     kind: Kind
     tenant: str
