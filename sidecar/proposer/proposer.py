@@ -655,7 +655,7 @@ class Proposer:
             self._fail(pending, failed)
         self._publish()
         if self._leading:
-            # Not at once: while the node takes no entries (no quorum, leadership under way) turns would chase each other.
+            # Not at once: while the node takes no entries (no quorum, a transfer), turns would chase each other.
             self._schedule(max(self._duty_due_s(now_s), now_s + self.settings.tick_spacing_ms / 1000))
 
     def _deliver(self, pending: Pending, result: Result, now_s: float) -> None:
