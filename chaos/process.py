@@ -223,10 +223,8 @@ class RegisterProcess:
         checkers = self._world.checkers
         checkers.applied(self._host.name, index, entry.term, image.term, payload, digest)
 
-    def _restored(self) -> None:
-        snapshot = self._runner.store.image.snapshot
-        if snapshot is not None:
-            self._world.checkers.restored(self._host.name, snapshot.index)
+    def _restored(self, index: int) -> None:
+        self._world.checkers.restored(self._host.name, index)
 
     # ---- what workload and faults ask for
 

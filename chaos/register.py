@@ -8,7 +8,7 @@ node that the caller talks to. A repeat of a command has no effect.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,8 +16,8 @@ from sidecar.consensus.ports import Role
 
 
 class Captured:
-    def __init__(self, digest: bytes, order: list[int], places: list[int]) -> None:
-        self._content = (digest, order, places)
+    def __init__(self, applied: int, digest: bytes, order: list[int], places: list[int]) -> None:
+        self._content = (applied, digest, order, places)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self._content)
@@ -32,8 +32,9 @@ class RegisterApplication:
         self.forward: Callable[[bytes], bool] = lambda _: False
         self.leading: Callable[[], bool] = lambda: False
         self.on_role: Callable[[Role, int, str | None], None] = lambda *_: None
-        self.on_restore: Callable[[], None] = lambda: None
+        self.on_restore: Callable[[int], None] = lambda _: None
         self.places: dict[int, int] = {}  # command -> index of its first entry; in the order of the log
+        self.applied = 0
         self._rolling = b""
         self._waiting: dict[int, tuple[bytes, Callable[[int], None]]] = {}
         self._queue: dict[int, bytes] = {}  # to be appended by this node when it leads
@@ -85,6 +86,7 @@ class RegisterApplication:
                 self.places[command] = index
                 self._rolling = hashlib.blake2b(self._rolling + item, digest_size=8).digest()
             self._resolve(command)
+        self.applied = index
         self._observe(index, payload, self.digest())
 
     def _resolve(self, command: int) -> None:
@@ -107,17 +109,16 @@ class RegisterApplication:
         self._leader = leader
 
     def capture(self) -> Captured:
-        return Captured(self._rolling, list(self.places), list(self.places.values()))
+        return Captured(self.applied, self._rolling, list(self.places), list(self.places.values()))
 
     def restore(self, payload: bytes) -> None:
-        content: tuple[bytes, Sequence[int], Sequence[int]] = msgspec.msgpack.decode(
-            payload, type=tuple[bytes, list[int], list[int]]
+        self.applied, self._rolling, order, places = msgspec.msgpack.decode(
+            payload, type=tuple[int, bytes, list[int], list[int]]
         )
-        self._rolling, order, places = content
         self.places = dict(zip(order, places, strict=True))
         for command in [command for command in self._waiting if command in self.places]:
             self._resolve(command)
-        self.on_restore()
+        self.on_restore(self.applied)
 
     def digest(self) -> str:
         return self._rolling.hex()
