@@ -11,6 +11,7 @@ Rules:
 * Everything else in the table is *definite*: it did not happen and will not happen later.
 """
 
+# ruff: noqa: E501 - the meanings are lines of a table
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -19,11 +20,12 @@ from typing import NamedTuple
 
 import grpc
 from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from tenure.v1 import error_pb2
 
 from sidecar.core.commands import Reason, Refused
 from sidecar.proposer import Failed, Failure
-from tenure.v1 import error_pb2
 
 Code = grpc.StatusCode
 
@@ -115,6 +117,7 @@ REASONS: Mapping[Reason, Row] = {
     Reason.REQUEST_ID_REUSED: _row(Code.INVALID_ARGUMENT, "This request id was used with another body. Every distinct request needs its own id."),
     Reason.REQUEST_FORGOTTEN: _row(Code.FAILED_PRECONDITION, "The client has acknowledged this operation id, so its outcome is forgotten. Ids only grow."),
     Reason.REQUESTS_FULL: _row(Code.RESOURCE_EXHAUSTED, "The cluster remembers as many requests as it may. Acknowledge operations, slow down.", retry_ms=1_000),
+    Reason.INVALID_COMMAND: _row(Code.INVALID_ARGUMENT, "The request is out of bounds. (Usually found before it reaches the cluster, and told in more detail.)"),
     Reason.SESSION_NOT_FOUND: _row(Code.NOT_FOUND, "The session never existed, has expired or was closed. What it held is lost; open a new one."),
     Reason.SESSION_FOREIGN: _row(Code.PERMISSION_DENIED, "The session belongs to another tenant."),
     Reason.SESSIONS_FULL: _row(Code.RESOURCE_EXHAUSTED, "The limit of sessions (of the cluster or the tenant) is reached.", retry_ms=5_000),
@@ -160,9 +163,7 @@ class ApiError(Exception):
         self.reason = reason
         self.row = row
         self.message = shorten(message, MESSAGE_BYTES_MAX)
-        self.facts = {
-            name: shorten(value, FACT_BYTES_MAX) for name, value in list((facts or {}).items())[:FACTS_MAX]
-        }
+        self.facts = {name: shorten(value, FACT_BYTES_MAX) for name, value in list((facts or {}).items())[:FACTS_MAX]}
         self.retry_delay_ms = retry_delay_ms or row.retry_delay_ms
 
     @property
@@ -184,16 +185,14 @@ class ApiError(Exception):
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """``grpc-status-details-bin``: a google.rpc.Status with ErrorInfo, RetryInfo and tenure.v1.ErrorDetail."""
         outcome = "definite" if self.row.definite else "indefinite"
-        info = error_details_pb2.ErrorInfo(
-            reason=self.reason, domain=DOMAIN, metadata={**self.facts, "outcome": outcome}
-        )
+        info = ErrorInfo(reason=self.reason, domain=DOMAIN, metadata={**self.facts, "outcome": outcome})
         details = [_packed(info)]
         if self.retry_delay_ms:
-            retry = error_details_pb2.RetryInfo()
+            retry = RetryInfo()
             retry.retry_delay.FromMilliseconds(self.retry_delay_ms)
             details.append(_packed(retry))
         details.append(_packed(self.detail()))
-        status = status_pb2.Status(code=number_of(self.code), message=self.message, details=details)
+        status = Status(code=number_of(self.code), message=self.message, details=details)
         return ((DETAILS_KEY, status.SerializeToString()),)
 
 
@@ -237,7 +236,7 @@ def shorten(text: str, bytes_max: int) -> str:
     return encoded[: bytes_max - 3].decode("utf-8", "ignore") + "\u2026"
 
 
-def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo | error_pb2.ErrorDetail) -> any_pb2.Any:
+def _packed(message: ErrorInfo | RetryInfo | error_pb2.ErrorDetail) -> any_pb2.Any:
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed

@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+from tenure.v1 import dedup_pb2, lease_pb2, session_pb2, watch_pb2
+
 from sidecar.core import commands, dedup, events, leases, sessions
 from sidecar.services import validation as check
 from sidecar.services.errors import Problem, problem
-from tenure.v1 import dedup_pb2, lease_pb2, session_pb2, watch_pb2
 
 # Holders and waiters of one lease that an answer shows.
 SHOWN_MAX, SHOWN_IN_LIST_MAX = 1_000, 20
@@ -57,9 +59,7 @@ def session(row: sessions.Session, now_ms: int) -> session_pb2.Session:
     return session_pb2.Session(
         session_id=row.session,
         tenant=row.tenant,
-        info=session_pb2.AgentInfo(
-            agent=row.agent, version=row.version, host=row.host, labels=dict(row.labels)
-        ),
+        info=session_pb2.AgentInfo(agent=row.agent, version=row.version, host=row.host, labels=dict(row.labels)),
         ttl_ms=row.ttl_ms,
         disconnect_grace_ms=row.disconnect_grace_ms,
         opened_ms=row.opened_ms,
@@ -73,9 +73,7 @@ def session(row: sessions.Session, now_ms: int) -> session_pb2.Session:
 # ---- leases -------------------------------------------------------------------------------------------------------
 
 
-def acquire_lease(
-    request: lease_pb2.AcquireLeaseRequest, tenant: str, session_id: str
-) -> commands.AcquireLease:
+def acquire_lease(request: lease_pb2.AcquireLeaseRequest, tenant: str, session_id: str) -> commands.AcquireLease:
     capacity = 1
     if request.HasField("capacity"):
         capacity = check.number(request.capacity, "capacity", 1, commands.CAPACITY_MAX)
@@ -88,14 +86,21 @@ def acquire_lease(
         priority=check.number(request.priority, "priority", commands.PRIORITY_MIN, commands.PRIORITY_MAX),
         lock_delay_ms=check.number(request.lock_delay_ms, "lock_delay_ms", 0, commands.LOCK_DELAY_MAX_MS),
         metadata=check.text(request.metadata, "metadata", commands.METADATA_BYTES_MAX),
-        # Of this very call, not of the request: a late cancel of an abandoned call must not undo what a repeat was told.
-        waiter=secrets.token_hex(8),
+        waiter=_waiter(),
     )
 
 
-def release_lease(
-    request: lease_pb2.ReleaseLeaseRequest, tenant: str, session_id: str
-) -> commands.ReleaseLease:
+def renamed(command: commands.AcquireLease) -> commands.AcquireLease:
+    """The same request as a call of its own."""
+    return structs.replace(command, waiter=_waiter())
+
+
+def _waiter() -> str:
+    """Names a call, not a request: a late cancel of an abandoned call must not undo what a repeat was told."""
+    return secrets.token_hex(8)
+
+
+def release_lease(request: lease_pb2.ReleaseLeaseRequest, tenant: str, session_id: str) -> commands.ReleaseLease:
     actor, reason = _operator(request.actor, request.reason, session_id)
     return commands.ReleaseLease(
         tenant=tenant,
@@ -107,9 +112,7 @@ def release_lease(
     )
 
 
-def transfer_lease(
-    request: lease_pb2.TransferLeaseRequest, tenant: str, session_id: str
-) -> commands.TransferLease:
+def transfer_lease(request: lease_pb2.TransferLeaseRequest, tenant: str, session_id: str) -> commands.TransferLease:
     actor, reason = _operator(request.actor, request.reason, session_id)
     return commands.TransferLease(
         tenant=tenant,
@@ -136,15 +139,11 @@ def _operator(actor: str, reason: str, session_id: str) -> tuple[str, str]:
 
 
 def lease(
-    row: leases.Lease | None,
-    tenant: str,
-    name: str,
+    row: leases.Lease,
     find_session: Callable[[str], sessions.Session | None],
     now_ms: int,
     shown_max: int = SHOWN_MAX,
 ) -> lease_pb2.Lease:
-    if row is None:
-        return lease_pb2.Lease(tenant=tenant, name=name)
     return lease_pb2.Lease(
         tenant=row.tenant,
         name=row.name,
@@ -205,9 +204,7 @@ def begin_record(request: dedup_pb2.BeginRecordRequest, tenant: str, session_id:
     )
 
 
-def complete_record(
-    request: dedup_pb2.CompleteRecordRequest, tenant: str, session_id: str
-) -> commands.CompleteRecord:
+def complete_record(request: dedup_pb2.CompleteRecordRequest, tenant: str, session_id: str) -> commands.CompleteRecord:
     return commands.CompleteRecord(
         tenant=tenant,
         key=check.key(request.key),

@@ -12,20 +12,14 @@ That text is UTF-8 at all is checked by the protobuf parser (see handlers.py).
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Mapping, Sequence
-
-import msgspec
 
 from sidecar.core import commands
 from sidecar.services.errors import ApiError, Problem, problem, shorten
 
 SESSION_ID_BYTES_MAX = 128
 NODE_ID_BYTES_MAX = 128
-PAGE_SIZE_DEFAULT, PAGE_SIZE_MAX = 100, 1_000
-PAGE_TOKEN_BYTES_MAX = 2_048
 TOKEN_MAX = 2**63 - 1
 ATTEMPT_MAX = 2**31 - 1
 # Longer deadlines are served as if they were this long.
@@ -35,7 +29,8 @@ _TENANT = re.compile(r"[A-Za-z0-9._-]+")
 _SHOWN_BYTES_MAX = 64
 
 
-def _error(what: Problem, field: str, value: object, allowed: str) -> ApiError:
+def invalid(what: Problem, field: str, value: object, allowed: str) -> ApiError:
+    """Names the field, the value and what is allowed."""
     shown = shorten(repr(value) if isinstance(value, (str, bytes)) else str(value), _SHOWN_BYTES_MAX)
     return problem(what, f"{field} is {shown}; allowed: {allowed}", field=field, value=shown, allowed=allowed)
 
@@ -51,16 +46,14 @@ def tenant(value: str, configured: Sequence[str]) -> str:
         return value
     if not _TENANT.fullmatch(value) or len(value) > commands.TENANT_BYTES_MAX:
         allowed = f"1 to {commands.TENANT_BYTES_MAX} characters out of a-z, A-Z, 0-9, '.', '_' and '-'"
-        raise _error(Problem.TENANT_INVALID, "tenant", value, allowed)
-    raise _error(Problem.TENANT_NOT_FOUND, "tenant", value, "a tenant configured on this sidecar")
+        raise invalid(Problem.TENANT_INVALID, "tenant", value, allowed)
+    raise invalid(Problem.TENANT_NOT_FOUND, "tenant", value, "a tenant configured on this sidecar")
 
 
 def lease_name(value: str, field: str = "name") -> str:
     if not value or size_of(value) > commands.NAME_BYTES_MAX or not value.isprintable() or value.strip(" /") != value:
-        allowed = (
-            f"1 to {commands.NAME_BYTES_MAX} bytes of printable UTF-8 without a space or a slash at either end"
-        )
-        raise _error(Problem.NAME_INVALID, field, value, allowed)
+        allowed = f"1 to {commands.NAME_BYTES_MAX} bytes of printable UTF-8 without a space or a slash at either end"
+        raise invalid(Problem.NAME_INVALID, field, value, allowed)
     return value
 
 
@@ -72,7 +65,7 @@ def prefix(value: str, bytes_max: int) -> str:
 def key(value: str) -> str:
     if not value or size_of(value) > commands.KEY_BYTES_MAX or value.isspace():
         allowed = f"1 to {commands.KEY_BYTES_MAX} bytes of UTF-8, not only white space"
-        raise _error(Problem.KEY_INVALID, "key", value, allowed)
+        raise invalid(Problem.KEY_INVALID, "key", value, allowed)
     return value
 
 
@@ -85,7 +78,7 @@ def identifier(value: str, field: str, bytes_max: int) -> str:
 
 def optional_identifier(value: str, field: str, bytes_max: int) -> str:
     if size_of(value) > bytes_max or not value.isprintable():
-        raise _error(Problem.FIELD_INVALID, field, value, f"at most {bytes_max} bytes, printable")
+        raise invalid(Problem.FIELD_INVALID, field, value, f"at most {bytes_max} bytes, printable")
     return value
 
 
@@ -130,7 +123,7 @@ def too_large(field: str, size: int, bytes_max: int) -> ApiError:
 
 def number(value: int, field: str, least: int, most: int) -> int:
     if not least <= value <= most:
-        raise _error(Problem.VALUE_OUT_OF_RANGE, field, value, f"{least} to {most}")
+        raise invalid(Problem.VALUE_OUT_OF_RANGE, field, value, f"{least} to {most}")
     return value
 
 
@@ -145,7 +138,7 @@ def attempt(value: int) -> int:
 def choice(value: int, field: str, names: Mapping[int, str]) -> int:
     """A number of an enum; proto3 lets unknown ones through."""
     if value not in names:
-        raise _error(Problem.FIELD_INVALID, field, value, ", ".join(names.values()))
+        raise invalid(Problem.FIELD_INVALID, field, value, ", ".join(names.values()))
     return value
 
 
@@ -156,40 +149,3 @@ def labels(value: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
         identifier(name, "info.labels (name)", commands.INFO_FIELD_BYTES_MAX)
         text(content, f"info.labels[{shorten(name, 32)}]", commands.INFO_FIELD_BYTES_MAX)
     return tuple(sorted(value.items()))
-
-
-# ---- pages --------------------------------------------------------------------------------------------------------
-
-
-class _Page(msgspec.Struct, array_like=True):
-    """What a page token says: which list it belongs to, and after which item it goes on."""
-
-    version: int
-    scope: tuple[str, ...]
-    after: str
-
-
-def page_size(value: int) -> int:
-    return number(value, "page_size", 0, PAGE_SIZE_MAX) or PAGE_SIZE_DEFAULT
-
-
-def page_token(scope: tuple[str, ...], after: str) -> str:
-    """An opaque token. It names the last item given out, so items that come or go elsewhere do not disturb the walk."""
-    return base64.urlsafe_b64encode(msgspec.msgpack.encode(_Page(1, scope, after))).decode().rstrip("=")
-
-
-def page_after(value: str, scope: tuple[str, ...]) -> str:
-    """The item after which the page starts; refuses a token of another list."""
-    if not value:
-        return ""
-    allowed = "empty, or the next_page_token of the page before, for the same list"
-    if len(value) > PAGE_TOKEN_BYTES_MAX:
-        raise _error(Problem.PAGE_TOKEN_INVALID, "page_token", value, allowed)
-    try:
-        padded = value + "=" * (-len(value) % 4)
-        page = msgspec.msgpack.decode(base64.b64decode(padded, altchars=b"-_", validate=True), type=_Page)
-    except (ValueError, binascii.Error, msgspec.DecodeError):
-        raise _error(Problem.PAGE_TOKEN_INVALID, "page_token", value, allowed) from None
-    if page.version != 1 or page.scope != scope or not page.after:
-        raise _error(Problem.PAGE_TOKEN_INVALID, "page_token", value, allowed)
-    return page.after
