@@ -75,21 +75,21 @@ class Link:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, from accept to the end of either side."""
-        far_writer: asyncio.StreamWriter | None = None
+        ends = [writer]
         try:
             for gate in self.words.values():
                 await gate.passing()
             dial = asyncio.open_connection("127.0.0.1", self._target_port)
             far_reader, far_writer = await asyncio.wait_for(dial, DIAL_TIMEOUT_S)
+            ends.append(far_writer)
             async with asyncio.TaskGroup() as pumps:
                 pumps.create_task(self._pump(reader, far_writer, self.words[self.source]))
                 pumps.create_task(self._pump(far_reader, writer, self.words[self.target]))
         except* (OSError, EOFError):
             pass  # One side has ended, or cannot be reached; both ends are told below.
         finally:
-            reset(writer)
-            if far_writer is not None:
-                reset(far_writer)
+            for end in ends:
+                reset(end)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: Gate) -> None:
         """Carry one direction until its end, which is an ``EOFError`` so that the other direction ends too."""

@@ -1,0 +1,42 @@
+"""All commands in one place. Modules named here are light: what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sidecar.cli import dev, serve
+
+HELP = """Tenure: each scheduled job of an agent with N replicas runs on exactly one of them.
+
+Exit statuses: 0 done; 1 refused, it did not happen; 2 wrong usage or configuration; 3 not known, it may have happened;
+4 no sidecar, leader or majority could be reached; 130 interrupted.
+"""
+
+app = typer.Typer(
+    help=HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("tenure-sidecar"))
+        raise typer.Exit
+
+
+@app.callback()
+def tenure(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
+
+
+app.command("serve")(serve.serve)
+app.add_typer(dev.app, name="dev")
