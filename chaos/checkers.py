@@ -138,6 +138,8 @@ class Checkers:
             self.violation("election-safety", host, f"{known} and {host} both lead term {term}")
         self._leaders[term] = host
         self.elections += 1
+        if self.world.calm is False and len(self._leaders) > 1:
+            self.world.reach("leader replaced")
         self.world.note(host, f"leads term {term}")
         committed = self._committed.get(self._last_committed)
         if image is None or committed is None or committed.seen_term >= term:

@@ -41,10 +41,12 @@ class Disk:
         self.full = False
         self.sync_us = world.shape.sync_us
         self._steps_left: int | None = None
+        self._armed_for = ""
 
-    def arm(self, steps: int) -> None:
-        """The process dies in the ``steps``-th storage step from now."""
+    def arm(self, steps: int, only: str = "") -> None:
+        """The process dies in the ``steps``-th storage step from now whose name begins with ``only``."""
         self._steps_left = steps
+        self._armed_for = only
 
     def disarm(self) -> None:
         self._steps_left = None
@@ -52,12 +54,13 @@ class Disk:
     def step(self, label: str) -> None:
         if self.dying:
             raise SimCrash(label)
-        if self._steps_left is not None:
+        if self._steps_left is not None and label.startswith(self._armed_for):
             self._steps_left -= 1
             if self._steps_left <= 0:
                 self._steps_left = None
                 self.dying = True
                 self.world.note(self.host, f"killed inside: {label}")
+                self.world.reach(f"killed inside {label}")
                 raise SimCrash(label)
 
     def crash(self, *, power: bool) -> None:
@@ -135,6 +138,7 @@ class LogVolume:
         kept = len(self.queued) if self.ideal and not power else world.between(0, len(self.queued))
         if self.queued:
             world.note(self.host, f"{kept} of {len(self.queued)} queued changes survive")
+            world.reach("queued changes lost" if kept < len(self.queued) else "queued changes survived")
         self.settle(kept)
         self.queued.clear()
         for name in [name for name in self.files if name.endswith(".tmp")]:
@@ -230,13 +234,16 @@ class SimLogStore:
         self._change("append", entry)
 
     def truncate_from(self, position: int) -> None:
+        self._disk.world.reach("conflicting entries truncated")
         self._checkers.truncated(self._disk.host, self.image, position)
         self._change("truncate_from", position)
 
     def truncate_to(self, position: int) -> None:
+        self._disk.world.reach("log compacted")
         self._change("truncate_to", position)
 
     def reset(self, entries: list[Entry]) -> None:
+        self._disk.world.reach("log replaced by a snapshot")
         self._change("reset", list(entries))
 
     def set_term(self, term: int, vote: str | None) -> None:
@@ -249,6 +256,8 @@ class SimLogStore:
         self._change("snapshot", meta)
 
     def set_amnesiac_term(self, term: int | None) -> None:
+        if term is None and self._disk.world.checkers.acks:
+            self._disk.world.reach("empty node admitted as a voter")
         self._change("amnesiac_term", term)
 
     # ---- durability
@@ -351,6 +360,7 @@ class SimSnapshotStore:
         if len(content) != meta.size_bytes or self._checksum(content) != meta.checksum:
             raise SnapshotRefused("a snapshot whose checksum is wrong")
         name = self._publish(meta.index, meta.term, content)
+        self._disk.world.reach("snapshot received from a peer")
         return SnapshotMeta(meta.index, meta.term, meta.previous_term, name, len(content), meta.checksum)
 
     def receive_abort(self) -> None:

@@ -31,6 +31,7 @@ class Faults:
             "pause": self._pause,
             "kill": self._kill,
             "kill_in_step": self._kill_in_step,
+            "kill_in_snapshot": self._kill_in_snapshot,
             "power": self._power,
             "power_all": self._power_all,
             "slow_disk": self._slow_disk,
@@ -149,6 +150,15 @@ class Faults:
         steps = self._world.between(1, 40)
         self._world.note("fault", f"{host.name} will be killed in its storage step {steps} from now")
         host.disk.arm(steps)
+
+    def _kill_in_snapshot(self) -> None:
+        """In a step of writing, receiving or deleting snapshots, of which there are too few to be hit by chance."""
+        host = self._target()
+        steps = self._world.between(1, 6)
+        self._world.note("fault", f"{host.name} will be killed in its snapshot step {steps} from now")
+        host.disk.arm(steps, only="snapshot")
+        if self._world.chance(500) and host.running and host.process is not None:
+            host.enter(host.process.snapshot)
 
     def _power(self) -> None:
         self._target().crash("power cut", power=True)

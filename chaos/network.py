@@ -64,11 +64,13 @@ class Network:
     def send(self, host: str, peer: str, frame: object, size_bytes: int) -> bool:
         link = self.current.get((host, peer))
         if link is None or not link.open[host]:
+            self.world.reach("send without a connection")
             return False
         if link.severed:
             return True  # the kernel took it; nobody will ever read it
         if len(link.queue[peer]) >= self.shape.link_frames_max:
             self.world.detail(host, f"queue to {peer} is full, connection dropped")
+            self.world.reach("queue full")
             self._close_end(link, host, reset=False)
             return False
         self.frames += 1
@@ -122,6 +124,7 @@ class Network:
             return
         if old is not None and old.open[host.name]:
             old.open[host.name] = False
+            self.world.reach("connection replaced")
             if host.process is not None and not self.shape.replaced_links_deliver:
                 host.process.peer_disconnected(peer, False)
         self.current[host.name, peer] = link

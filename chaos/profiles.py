@@ -41,7 +41,7 @@ class Shape:
 
     # workload
     clients: int = 4
-    think_us: Range = (5 * MILLISECOND, 120 * MILLISECOND)
+    think_us: Range = (2 * MILLISECOND, 80 * MILLISECOND)
     command_bytes: Range = (20, 60)
     reads_per_thousand: int = 250
     application: str = "register"
@@ -89,10 +89,17 @@ class Profile:
             clients=between(2, 6),
             latency_us=(1_000, 60_000) if slow_net else self.shape.latency_us,
             stock_use_batch=rng.random() < 0.5,
+            compact_entries=self.shape.compact_entries * (1, 1, 3)[between(0, 2)],
         )
 
 
-_SNAP = Shape(faults=NET_FAULTS, compact_entries=40, snapshot_chunk_bytes=60, append_bytes_max=400)
+_SNAP = Shape(
+    faults=(*NET_FAULTS, ("snapshot", 15), ("isolate", 20)),
+    compact_entries=12,
+    snapshot_chunk_bytes=60,
+    append_bytes_max=400,
+    think_us=(1 * MILLISECOND, 40 * MILLISECOND),
+)
 
 PROFILES: dict[str, Profile] = {
     "net": Profile("the network only, 3 nodes, small batches", Shape(faults=NET_FAULTS, append_bytes_max=SMALL_BATCHES)),
@@ -101,7 +108,7 @@ PROFILES: dict[str, Profile] = {
     ),
     "sizes": Profile(
         "network, kills and power cuts; clusters of 1, 3, 5 and 7",
-        Shape(faults=(*NET_FAULTS, *LIFE_FAULTS, ("power", 10)), compact_entries=300),
+        Shape(faults=(*NET_FAULTS, *LIFE_FAULTS, ("power", 10)), compact_entries=60),
         nodes=(1, 3, 5, 7),
         seconds=(6, 10),
         stock=False,
@@ -113,15 +120,15 @@ PROFILES: dict[str, Profile] = {
     "snap": Profile("network, constant compaction, snapshots in small chunks", _SNAP),
     "snapcrash": Profile(
         "the same, and kills on an ideal disk",
-        replace(_SNAP, faults=(*NET_FAULTS, ("kill", 30), ("snapshot", 10)), ideal_disk=True),
+        replace(_SNAP, faults=(*_SNAP.faults, ("kill", 30), ("kill_in_snapshot", 20)), ideal_disk=True),
     ),
     "kill9": Profile(
         "kill -9 inside any storage step, ordinary sizes, compaction",
-        Shape(faults=(*NET_FAULTS, *LIFE_FAULTS, ("snapshot", 10)), compact_entries=120),
+        Shape(faults=(*NET_FAULTS, *LIFE_FAULTS, ("snapshot", 10), ("kill_in_snapshot", 15)), compact_entries=60),
     ),
     "power": Profile(
         "power cuts of one machine and of all at once: what was not synced is lost",
-        Shape(faults=(*NET_FAULTS, ("power", 30), ("power_all", 6), ("kill_in_step", 10)), compact_entries=200),
+        Shape(faults=(*NET_FAULTS, ("power", 30), ("power_all", 6), ("kill_in_step", 10), ("kill_in_snapshot", 10)), compact_entries=60),
     ),
     "stale": Profile(
         "many reconnections (stock: a replaced connection still delivers, as its own transport does)",
@@ -147,7 +154,7 @@ PROFILES: dict[str, Profile] = {
         "slow and full disks, leadership transfers",
         Shape(
             faults=(("slow_disk", 40), ("full_disk", 8), ("transfer", 20), *NET_FAULTS, ("kill_in_step", 10)),
-            compact_entries=150,
+            compact_entries=40,
         ),
         stock=False,
     ),
@@ -161,7 +168,7 @@ PROFILES: dict[str, Profile] = {
     ),
     "wipe": Profile(
         "one machine loses its disk and comes back empty; network, kills",
-        Shape(faults=(("wipe", 30), ("kill", 10), ("power", 10), *NET_FAULTS), compact_entries=150),
+        Shape(faults=(("wipe", 30), ("kill", 10), ("power", 10), *NET_FAULTS), compact_entries=40),
         nodes=(3, 3, 5),
         stock=False,
     ),

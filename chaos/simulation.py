@@ -40,6 +40,7 @@ class Outcome:
     elections: int
     frames: int
     digest: str
+    reached: dict[str, int]
     trace: list[str]
 
     @property
@@ -165,15 +166,17 @@ class Simulation:
         self._compare_acknowledged()
 
     def _compare_acknowledged(self) -> None:
-        """Whoever has the most must have everything that was acknowledged; once converged, that is everybody."""
+        """Whoever has applied the most must have all that was acknowledged so far; once converged, that is everything."""
         running = [host for host in self.world.hosts.values() if host.process is not None]
         if not running:
             return
         most = max(running, key=lambda host: host.process.applied_index() if host.process else 0)
         assert most.process is not None
-        lost = [command for command in self.world.checkers.acked if not most.process.holds(command)]
+        far = most.process.applied_index()
+        acked = self.world.checkers.acked
+        lost = [command for command, index in acked.items() if index <= far and not most.process.holds(command)]
         if lost:
-            text = f"{len(lost)} of {len(self.world.checkers.acked)} acknowledged commands are gone: {lost[:5]}"
+            text = f"{len(lost)} of {len(acked)} acknowledged commands are gone: {lost[:5]}"
             self.world.checkers.violation("acked-lost", most.name, text)
 
 
@@ -194,6 +197,7 @@ def simulate(profile_name: str, seed: int, *, stock: bool = False, verbose: bool
         elections=world.checkers.elections,
         frames=world.network.frames,
         digest=world.digest(),
+        reached=world.reached,
         trace=list(world.trace),
     )
 
@@ -230,6 +234,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stock", action="store_true", help="run the library's own class instead of ours")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the trace of each run")
     parser.add_argument("--digest", action="store_true", help="print the digest of each run")
+    parser.add_argument("--coverage", action="store_true", help="print how often the runs came to where bugs live")
     options = parser.parse_args(arguments)
     options.profiles = _profiles(parser, options.profile, options.stock)
     if options.seed is not None:
@@ -267,12 +272,15 @@ def _campaign(name: str, options: argparse.Namespace) -> int:
     kinds: dict[str, int] = {}
     failed: list[Outcome] = []
     statuses: list[int] = []
+    reached: dict[str, int] = {}
     virtual_us = acks = reads = elections = 0
     for seed in options.seed_list:
         outcome = simulate(name, seed, stock=options.stock, verbose=options.verbose)
         virtual_us += outcome.virtual_us
         acks, reads, elections = acks + outcome.acks, reads + outcome.reads, elections + outcome.elections
         statuses.append(outcome.status)
+        for what, count in outcome.reached.items():
+            reached[what] = reached.get(what, 0) + count
         for violation in outcome.violations:
             kinds[violation.kind] = kinds.get(violation.kind, 0) + 1
         if outcome.violations:
@@ -289,6 +297,8 @@ def _campaign(name: str, options: argparse.Namespace) -> int:
         f"{virtual_us / 3.6e9:.2f} virtual hours, {acks} acks, {reads} reads, {elections} elections, {wall_s:.1f} s",
         flush=True,
     )
+    if options.coverage:
+        print("           " + ", ".join(f"{what} {count}" for what, count in sorted(reached.items())))
     _report(failed, options)
     return worst(statuses)
 

@@ -236,9 +236,9 @@ class SerializerModel:
             return
         self._id = index
         content = library_pickle.dumps(data)
-        self._disk.step("dump: write")
+        self._disk.step("snapshot: dump: write")
         self._volume.dump = content
-        self._disk.step("dump: after the rename")
+        self._disk.step("snapshot: dump: after the rename")
         self._state = -1
 
     def deserialize(self) -> Any:
@@ -270,7 +270,7 @@ class SerializerModel:
         self._incoming += content
         if not last:
             return False
-        self._disk.step("dump: received")
+        self._disk.step("snapshot: dump: received")
         self._volume.dump = self._incoming
         self._incoming = None
         return True

@@ -179,6 +179,7 @@ class Host:
         if self.state is HostState.DOWN:
             return
         self.world.note(self.name, f"crashes ({how})")
+        self.world.reach("crash with power cut" if power else "crash")
         self.state = HostState.DOWN
         self.process = None
         self._deferred.clear()
@@ -198,6 +199,7 @@ class Host:
         if self.state is not HostState.PAUSED:
             return
         self.world.note(self.name, f"resumed, {len(self._deferred)} events waited")
+        self.world.reach("resume after a pause")
         self.state = HostState.RUNNING
         life = self.life
         while self._deferred and self.life == life and self.state is HostState.RUNNING:
@@ -222,6 +224,7 @@ class World:
         self.hosts: dict[str, Host] = {}
         self.verbose = verbose
         self.commands = 0  # numbers of commands given out to clients
+        self.reached: dict[str, int] = {}  # how often a run came to where bugs live; a test asks for each of them
         self.calm = False  # after the heal: no more faults, no fault of chance either
         self.trace: deque[str] = deque(maxlen=None if verbose else _TRACE_LINES_KEPT)
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
@@ -257,6 +260,9 @@ class World:
         self.after(self.between(low_us, high_us), host.boot)
 
     # ---- the record
+
+    def reach(self, what: str) -> None:
+        self.reached[what] = self.reached.get(what, 0) + 1
 
     def note(self, who: str, text: str) -> None:
         line = f"{self.now_us / 1_000_000:10.6f} {who:<8} {text}"
