@@ -196,7 +196,7 @@ class Settings(BaseSettings):
     # Log.
     snapshot_entries: int = _number(50_000, 100, 10_000_000, "log entries after which a snapshot is taken")
     snapshot_bytes: int = _number(64 << 20, 1 << 20, 1 << 34, "log size after which a snapshot is taken")
-    entry_bytes_max: int = _number(1 << 20, 256 << 10, 4 << 20, "size of one log entry, a batch of requests")
+    entry_bytes_max: int = _number(1 << 20, 256 << 10, 2 << 20, "size of one log entry, a batch of requests")
     disk_reserve_bytes: int = _number(64 << 20, 0, 1 << 40, "free space below which this node takes no writes")
     # Watching over it.
     skew_max_ms: int = _number(1_000, 1, 3_600_000, "difference of wall clocks from which the leader warns")
@@ -474,8 +474,8 @@ def _either(sizes: Sequence[int]) -> str:
 
 def _check_timing(s: Settings, checks: _Checks) -> None:
     if checks.fine("heartbeat_ms", "election_min_ms"):
-        least = 3 * s.heartbeat_ms
-        checks.need(s.election_min_ms >= least, "election_min_ms", f"must be at least 3 * heartbeat_ms = {least}")
+        beats = 3 * s.heartbeat_ms
+        checks.need(s.election_min_ms > beats, "election_min_ms", f"must be more than 3 * heartbeat_ms = {beats}")
     if checks.fine("election_min_ms", "election_max_ms"):
         allowed = f"must be more than election_min_ms = {s.election_min_ms}"
         checks.need(s.election_max_ms > s.election_min_ms, "election_max_ms", allowed)

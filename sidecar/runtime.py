@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from sidecar.config import Settings
 from sidecar.consensus.node import Node
 from sidecar.consensus.ports import Clock
-
-if TYPE_CHECKING:
-    from sidecar.proposer import AsyncProposer
-    from sidecar.watch import WatchHub
+from sidecar.observability.metrics import Metrics
+from sidecar.proposer import AsyncProposer
+from sidecar.watch import WatchHub
 
 
 @dataclass
@@ -24,6 +22,21 @@ class Runtime:
     node: Node
     proposer: AsyncProposer
     hub: WatchHub
+    metrics: Metrics = field(default_factory=Metrics)
     draining: bool = False
+    # What the server itself has found wrong, for example a disk that is nearly full; empty when nothing is.
+    trouble: str = ""
+    started_s: float = 0.0  # monotonic
     # Open agent streams by connection id; each value tells its stream that the node is draining (stops_in_ms).
     streams: dict[str, Callable[[int], None]] = field(default_factory=dict)
+    # Called with the new reason ("" when ready) whenever readiness changes.
+    on_ready_change: list[Callable[[str], None]] = field(default_factory=list)
+
+    def not_ready_reason(self) -> str:
+        """Empty when this node should be given work: caught up, a leader with a quorum known, not draining."""
+        if self.draining:
+            return "draining"
+        return self.trouble or self.node.status().reason
+
+    def uptime_ms(self) -> int:
+        return int((self.clock.monotonic_s() - self.started_s) * 1000)

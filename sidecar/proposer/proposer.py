@@ -498,11 +498,13 @@ class Proposer:
         while self._outbound and self._leader is not None:
             frame: list[Pending] = []
             size = 0
-            while self._outbound and (not frame or size < self.settings.forward_bytes_max):
+            while self._outbound:
+                size += len(self._outbound[0].encoded)
+                if frame and size > self.settings.forward_bytes_max:
+                    break
                 pending = self._outbound.popleft()
                 if not pending.finished:
                     frame.append(pending)
-                    size += len(pending.encoded)
             if not frame:
                 return
             self._forward_failed = not self._node.forward(encode_forwarded([p.encoded for p in frame]))
