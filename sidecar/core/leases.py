@@ -306,7 +306,8 @@ class Leases:
     ) -> LeaseQueued | LeaseGranted:
         """A repeat of the request takes over its place in line, or its grant, under the repeat's own waiter name.
 
-        So a late cancel by the call that was abandoned cannot undo what the repeat was told.
+        So a late cancel by the call that was abandoned cannot undo what the repeat was told. How long to wait is the
+        repeat's to say as well: it knows how much time its caller has left.
         """
         key = (command.tenant, command.name)
         if isinstance(remembered, LeaseGranted):
@@ -317,8 +318,9 @@ class Leases:
             return remembered
         waiter = self.waiters[old]
         self._remove_waiter(key, waiter)
-        self._add_waiter(key, replace(waiter, waiter=command.waiter))
-        return replace(remembered, waiter=command.waiter)
+        deadline_ms = self._context.now_ms + command.wait_ms if command.wait_ms else waiter.deadline_ms
+        self._add_waiter(key, replace(waiter, waiter=command.waiter, deadline_ms=deadline_ms))
+        return replace(remembered, waiter=command.waiter, deadline_ms=deadline_ms)
 
     def _rename_holder(self, key: LeaseKey, token: int, waiter: str, request: RequestKey) -> None:
         lease = self.table.get(key)

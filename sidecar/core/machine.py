@@ -57,7 +57,7 @@ Requests
     because the state did not judge the request itself: refusals for its key, its deadline or its form, and all that
     say that the state is full.
   * The remembered result of a waiter becomes the grant, or the refusal that ended the wait. A cancelled one is
-    forgotten. A repeat of a waiting request takes the place over under its own waiter name.
+    forgotten. A repeat of a waiting request takes the place over under its own waiter name and with its own time.
   * A repeated begin that found an outcome reads it from the record again, so that results are stored once.
 
 Events have contiguous revisions. The last ``events_max`` of them are part of the state. ``first_revision`` is the
