@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from sidecar.consensus.ports import Entry, PeerEvents, Role, SnapshotMeta, Store
 from sidecar.consensus.raft import Raft
 
 FRAME_BYTES_MAX = 64 << 20
+
+Message = TypeVar("Message")
 
 
 class ManualClock:
@@ -186,9 +188,12 @@ class MemorySnapshots:
         self.incoming: SnapshotMeta | None = None
         self.received = b""
         self.corrupt_next = False
+        self.full = False
         self.received_bytes = 0
 
     def write(self, index: int, term: int, previous_term: int, payload: bytes) -> SnapshotMeta:
+        if self.full:
+            raise StoreError("no space left on the device")
         name = f"own-{index}"
         self.files[name] = payload
         return SnapshotMeta(index, term, previous_term, name, len(payload), _checksum(payload))
@@ -353,7 +358,7 @@ class Host:
             work, done = self.tasks.popleft()
             try:
                 result = work()
-            except Exception as error:
+            except (StoreError, OSError, AssertionError) as error:
                 done(error)
             else:
                 done(result)
@@ -370,7 +375,11 @@ class Host:
     def due(self) -> bool:
         if self.node is None or self.paused:
             return False
-        return self.woken or bool(self.tasks) or self.node.next_turn_s() <= self.cluster.clock.now_s
+        return (
+            self.woken
+            or bool(self.tasks and not self.hold_background)
+            or self.node.next_turn_s() <= self.cluster.clock.now_s
+        )
 
     def inject(self, peer: str, body: Body, *, term: int, round_number: int = 0) -> None:
         """A message as if ``peer`` had sent it."""
@@ -473,6 +482,12 @@ class Cluster:
         events = self.hosts[target].events
         if self.hosts[target].node is not None and events is not None:
             events.frame_received(source, frame)
+
+    def bodies(self, kind: type[Message], target: str | None = None) -> list[Message]:
+        """The messages of this kind, to ``target`` or to anyone."""
+        return [
+            envelope.body for _, to, envelope in self.log if isinstance(envelope.body, kind) and target in (None, to)
+        ]
 
     def sent(self, kind: type, source: str | None = None) -> list[tuple[str, str, Envelope]]:
         return [item for item in self.log if isinstance(item[2].body, kind) and source in (None, item[0])]
