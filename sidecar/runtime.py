@@ -24,16 +24,21 @@ class Runtime:
     hub: WatchHub
     metrics: Metrics = field(default_factory=Metrics)
     draining: bool = False
+    # Right before the gRPC server is stopped: streams that break from now on are not their agents' fault.
+    stopping: bool = False
     # What the server itself has found wrong, for example a disk that is nearly full; empty when nothing is.
     trouble: str = ""
     started_s: float = 0.0  # monotonic
     # Open agent streams by connection id; each value tells its stream that the node is draining (stops_in_ms).
     streams: dict[str, Callable[[int], None]] = field(default_factory=dict)
+    # Service, method, code and seconds of each finished call.
+    observe_request: Callable[[str, str, str, float], None] = lambda service, method, code, seconds: None
     # Called with the new reason ("" when ready) whenever readiness changes.
     on_ready_change: list[Callable[[str], None]] = field(default_factory=list)
 
-    def not_ready_reason(self) -> str:
-        """Empty when this node should be given work: caught up, a leader with a quorum known, not draining."""
+    def ready(self) -> str:
+        """Empty when this node should be given work, else the reason: it has not caught up, knows no leader with a
+        quorum, is draining, or has found something wrong with itself."""
         if self.draining:
             return "draining"
         return self.trouble or self.node.status().reason

@@ -141,8 +141,11 @@ class Metrics:
     def proposal_failed(self, failure: str) -> None:
         self.failures.labels(failure).inc()
 
-    def forwarded_was_dropped(self, cause: str) -> None:
+    def item_dropped(self, cause: str) -> None:
         self.forwarded_dropped.labels(cause).inc()
+
+    def leader_learned(self) -> None:
+        self.leader_changes.inc()
 
     # ---- exposition ------------------------------------------------------------------------------------------------
 

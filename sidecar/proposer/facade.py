@@ -31,8 +31,12 @@ class AsyncProposer:
     BARRIER_WAIT_MS = 1_800  # a barrier that cannot be had is answered NO_LEADER after this
     BARRIER_RETRY_S = 0.05
 
-    def __init__(self, proposer: Proposer, clock: Clock) -> None:
+    def __init__(
+        self, proposer: Proposer, clock: Clock, on_failure: Callable[[BaseException], None] | None = None
+    ) -> None:
+        """``on_failure``: the proposer raised, which is a broken invariant; the process must stop."""
         self._proposer = proposer
+        self._on_failure = on_failure
         self._clock = clock
         self._timer: asyncio.Handle | None = None
 
@@ -131,7 +135,13 @@ class AsyncProposer:
 
     def _poll(self) -> None:
         self._timer = None
-        self._proposer.poll()
+        try:
+            self._proposer.poll()
+        except BaseException as error:
+            # An event loop only logs what a callback raises; the node would go on half dead.
+            if self._on_failure is not None:
+                self._on_failure(error)
+            raise
 
 
 def _setter(future: asyncio.Future[T]) -> Callable[[T], None]:

@@ -28,11 +28,14 @@ import msgspec
 
 from sidecar.consensus.ports import Clock, Role
 from sidecar.core.commands import (
+    AcquireLease,
     AttachSession,
+    BeginRecord,
     CancelWait,
     Command,
     DetachSession,
     Limits,
+    OpenSession,
     Reason,
     Refused,
     RenewSessions,
@@ -68,6 +71,8 @@ from sidecar.proposer.pressure import Pressure
 from sidecar.proposer.waiters import Deadlines, Pending, Renewal, RenewalPart, RenewalWindow
 
 REPEATABLE = (Tick, SetLimits, RenewSessions, AttachSession, DetachSession, CancelWait)
+# What makes the state larger; everything else helps somebody to finish.
+GROWING = (OpenSession, AcquireLease, BeginRecord)
 NEVER = float("inf")
 
 
@@ -83,15 +88,17 @@ class Observer(Protocol):
 
     def batch_proposed(self, items: int, size_bytes: int) -> None: ...
     def request_shed(self, cause: str) -> None: ...
-    def proposal_failed(self, failure: Failure) -> None: ...
-    def forwarded_dropped(self, cause: str) -> None: ...
+    def proposal_failed(self, failure: str) -> None: ...
+    def item_dropped(self, cause: str) -> None: ...
+    def leader_learned(self) -> None: ...
 
 
 class _Unobserved:
     def batch_proposed(self, items: int, size_bytes: int) -> None: ...
     def request_shed(self, cause: str) -> None: ...
-    def proposal_failed(self, failure: Failure) -> None: ...
-    def forwarded_dropped(self, cause: str) -> None: ...
+    def proposal_failed(self, failure: str) -> None: ...
+    def item_dropped(self, cause: str) -> None: ...
+    def leader_learned(self) -> None: ...
 
 
 class ProposerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +171,7 @@ class Proposer:
         self._observer: Observer = observer or _Unobserved()
         self._time = ClusterTime(clock, machine.stamp.cluster_ms)
         self._stopping = False
+        self._held_back = ""
         # Replicated.
         self._window = AppliedWindow()
         # Waiters of this node.
@@ -223,7 +231,7 @@ class Proposer:
         window.
 
         Returns a handle for ``withdraw``."""
-        refusal = self._refusal(timeout_ms)
+        refusal = self._refusal(command, timeout_ms)
         if refusal is not None:
             done(refusal)
             return 0
@@ -267,6 +275,10 @@ class Proposer:
         self._subscribers[number] = (subscriber, on_gap)
         return lambda: self._subscribers.pop(number, None) and None
 
+    def hold_back(self, reason: str) -> None:
+        """Refuse new sessions, leases and records of this node's callers, with this reason, until called with ""."""
+        self._held_back = reason
+
     def stop(self) -> None:
         """Answer everybody who waits; nothing is accepted from now on."""
         self._stopping = True
@@ -287,9 +299,13 @@ class Proposer:
 
     # ---- admission ---------------------------------------------------------------------------------------------
 
-    def _refusal(self, timeout_ms: int) -> Failed | None:
+    def _refusal(self, command: Command, timeout_ms: int) -> Failed | None:
         if self._stopping:
             return self._stopped(definite=True)
+        if self._held_back and isinstance(command, GROWING):
+            self._observer.request_shed("held_back")
+            message = self._held_back
+            return Failed(failure=Failure.OVERLOADED, definite=True, message=message, retry_delay_ms=5_000)
         if timeout_ms <= 0:
             return Failed(failure=Failure.DEADLINE, definite=True, message="the deadline has passed")
         if len(self._pending) >= self.settings.inflight_max:
@@ -589,12 +605,12 @@ class Proposer:
         try:
             items = decode_forwarded(payload)
         except msgspec.MsgspecError:
-            self._observer.forwarded_dropped("malformed")
+            self._observer.item_dropped("malformed")
             return
         for item, encoded in items:
             cause = self._unfit(peer, item, encoded)
             if cause:
-                self._observer.forwarded_dropped(cause)
+                self._observer.item_dropped(cause)
             elif not self._window.holds(item.origin, item.sequence) and (item.origin, item.sequence) not in self._held:
                 self._enqueue(_Queued(item.origin, item.sequence, encoded))
 
@@ -681,6 +697,8 @@ class Proposer:
     def role_changed(self, role: Role, term: int, leader: str | None) -> None:
         if (role, term, leader) == self._role:
             return
+        if leader is not None and leader != self._role[2]:
+            self._observer.leader_learned()
         self._role = (role, term, leader)
         self._leading = role is Role.LEADER
         self._leader = None if self._leading else leader
@@ -758,7 +776,7 @@ class Proposer:
 
     def _fail(self, pending: Pending, failed: Failed) -> None:
         if not pending.finished:
-            self._observer.proposal_failed(failed.failure)
+            self._observer.proposal_failed(failed.failure.name.lower())
             self._resolve(pending, failed)
 
     def _resolve(self, waiter: Pending | Renewal, outcome: Outcome) -> None:
