@@ -25,25 +25,17 @@ from examples.ledger import Ledger, Posting, StaleTokenError, Writer
 
 class Agent:
     def __init__(self, options: argparse.Namespace, history: TextIO) -> None:
-        self.options = options
+        self.options, self.history = options, history
         self.name = f"{options.name}/{os.getpid()}"
-        self.history = history
         self.ledger = Ledger(options.ledger)
         self.documents = sorted(options.inbox.glob("*.txt"))
         self.stopping = asyncio.Event()
         self.working = False
 
-    def stop(self, task: asyncio.Task[None]) -> None:
-        """Told to end: finish the document at hand, if there is one, and give the lease back."""
-        self.stopping.set()
-        if not self.working:
-            task.cancel()
-
     async def run(self) -> None:
         """Hold the lease whenever it is our turn, and work while we hold it, until told to stop."""
-        async with tenure.connect(
-            agent=self.options.name, ttl_ms=self.options.ttl_ms, disconnect_grace_ms=self.options.grace_ms
-        ) as client:
+        timing = {"ttl_ms": self.options.ttl_ms, "disconnect_grace_ms": self.options.grace_ms}
+        async with tenure.connect(agent=self.options.name, connect_timeout=30, **timing) as client:
             while not self.stopping.is_set():
                 try:
                     # 1. Wait in line for the lease. Should it be about to be lost, the client cancels the body in time.
@@ -55,10 +47,14 @@ class Agent:
                     self.note("lost", token=lost.token, cause=lost.cause)
                 except (StaleTokenError, tenure.StaleToken) as refused:
                     self.note("refused", cause=str(refused))
+                except tenure.TenureError as error:
+                    self.note("error", cause=str(error))
+                    await asyncio.sleep(error.retry_delay or 0.5)
 
     async def work(self, client: tenure.Client, lease: tenure.Lease) -> None:
         """One document after the other. When all are done, the next round begins with the first."""
         self.note_held("granted", lease)
+        lease.on_jeopardy(lambda _: self.note("jeopardy", token=lease.token))
         self.working = True
         try:
             number = self.ledger.last_round() or 1
@@ -77,14 +73,20 @@ class Agent:
         """Process one document, unless that has been done before; says whether there was anything to do."""
         # 2. Open the key. It tells whether the document was done, and numbers the attempts at it.
         digest = hashlib.sha256(text.encode()).hexdigest()
-        attempt = await client.begin(key, fingerprint=digest.encode(), fence=lease)
-        if attempt.completed:
+        attempt = await client.begin(key, fingerprint=digest.encode(), wait=30, fence=lease)
+        if isinstance(attempt, tenure.Completed):
             return False
-        # 3. Every write carries the fencing token, and the ledger refuses one that is not the newest.
-        writer = Writer(self.name, lease.name, lease.token, attempt.number)
-        posting = await self.post(lease, writer, key, digest, text)
-        # 4. Store the result under the key. From now on every replica knows that the document is done.
-        await attempt.complete(json.dumps(asdict(posting)).encode())
+        assert isinstance(attempt, tenure.Attempt), attempt
+        try:
+            # 3. Every write carries the fencing token, and the ledger refuses one that is not the newest.
+            writer = Writer(self.name, lease.name, lease.token, attempt.number)
+            posting = await self.post(lease, writer, key, digest, text)
+            # 4. Store the result under the key. From now on every replica knows that the document is done.
+            await attempt.complete(json.dumps(asdict(posting)).encode())
+        except BaseException:
+            with contextlib.suppress(tenure.TenureError):  # if it cannot be told now, the end of our session will tell
+                await attempt.fail("interrupted", retryable=True)
+            raise
         self.note_held("completed", lease, key=key, attempt=attempt.number)
         return True
 
@@ -93,22 +95,32 @@ class Agent:
         paragraphs = [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
         if posted := self.ledger.start(writer, key, len(paragraphs)):
             return posted
-        self.note_held("started", lease, key=key, attempt=writer.attempt)
         for number, paragraph in enumerate(paragraphs):
-            await self.pause(self.options.step_ms)  # stands for the slow work of a real agent
+            await self.step(lease)
             self.ledger.count(writer, key, number, len(paragraph.split()))
+        await self.step(lease)
         self.ledger.seal(writer, key, digest)
-        await self.pause(self.options.step_ms)
+        await self.step(lease)
         posting = self.ledger.post(writer, key)
         self.note_held("posted", lease, key=key, attempt=writer.attempt)
         return posting
+
+    async def step(self, lease: tenure.Lease) -> None:
+        """Stands for the slow work of a real agent. Goes on only while the lease is ours and not in doubt."""
+        await asyncio.sleep(self.options.step_ms / 1000)
+        while lease.in_jeopardy:
+            await asyncio.sleep(0.02)
+        lease.raise_if_lost()
 
     async def between_documents(self) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.stopping.wait(), self.options.every_ms / 1000)
 
-    async def pause(self, milliseconds: int) -> None:
-        await asyncio.sleep(milliseconds / 1000)
+    def stop(self, task: asyncio.Task[None]) -> None:
+        """Told to end: finish the document at hand, if there is one, and give the lease back."""
+        self.stopping.set()
+        if not self.working:
+            task.cancel()
 
     def note_held(self, event: str, lease: tenure.Lease, **facts: object) -> None:
         self.note(event, token=lease.token, remaining_ms=round(lease.remaining() * 1000), **facts)
@@ -129,7 +141,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ttl-ms", type=int, default=15_000, help="how long an agent that hangs keeps the lease")
     parser.add_argument("--grace-ms", type=int, default=1_000, help="how long an agent that died keeps it")
     parser.add_argument("--every-ms", type=int, default=2_000, help="pause between documents")
-    parser.add_argument("--step-ms", type=int, default=200, help="pause between the steps within a document")
+    parser.add_argument("--step-ms", type=int, default=200, help="pause before each step within a document")
     return parser.parse_args()
 
 

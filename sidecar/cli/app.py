@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from sidecar.cli import dev, serve
+from sidecar.cli.settings_flags import PASS_ON
 
 HELP = """Tenure: each scheduled job of an agent with N replicas runs on exactly one of them.
 
@@ -38,5 +39,5 @@ def tenure(
 ) -> None: ...
 
 
-app.command("serve")(serve.serve)
+app.command("serve", help=serve.HELP, context_settings=PASS_ON)(serve.serve)
 app.add_typer(dev.app, name="dev")

@@ -17,7 +17,7 @@ HELP = """Run three sidecars and three agents on this machine, with a live view.
 The agents share one job: process the next document of examples/inbox into a ledger. Break things while they work, with
 the keys of the view or from a second terminal:
 
-tenure dev kill leader | kill holder | kill node 2 | partition 2 [--one-way] | heal | restart [node 2|all] | status
+tenure dev kill leader (or holder, node 2, agent 2); partition 2; heal; restart (or restart node 2); status
 
 A killed agent is started again after 2 seconds, as an orchestrator would. A killed node stays down until 'restart'.
 Ctrl-C ends everything and removes the state folder, unless --keep is given.
@@ -27,9 +27,7 @@ app = typer.Typer(help=HELP, invoke_without_command=True)
 
 StateDir = Annotated[
     Path,
-    typer.Option(
-        "--state-dir", envvar="TENURE_DEV_DIR", help="The folder of the cluster; one cluster at a time in each."
-    ),
+    typer.Option("--state-dir", help="The folder of the cluster; one cluster at a time in each."),
 ]
 Words = Annotated[list[str], typer.Argument(metavar="leader | holder | node N | agent N", show_default=False)]
 DEFAULT_STATE_DIR = Path(".tenure/dev")
@@ -82,7 +80,7 @@ def heal(context: typer.Context, json: Json = False) -> None:
 @app.command()
 def restart(
     context: typer.Context,
-    target: Annotated[list[str] | None, typer.Argument(metavar="[node N | all]", show_default="all")] = None,
+    target: Annotated[list[str] | None, typer.Argument(metavar="NODE", show_default="all")] = None,
     json: Json = False,
 ) -> None:
     """Start the nodes that are down, or stop a certain one and start it again."""

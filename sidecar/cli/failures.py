@@ -79,6 +79,8 @@ def explain(error: Exception) -> Failure | None:
         return Failure(str(error), error.status, reason=error.reason, todo=error.todo)
     if isinstance(error, DevError):
         return Failure(str(error), REFUSED)
+    if type(error).__module__ == "sidecar.config":  # ConfigError, without importing pydantic to find out
+        return Failure(str(error), USAGE, reason="CONFIG", todo="'tenure config check' shows the settings in force")
     # Importing gRPC takes longer than the rest of a command; only an error that is gRPC's needs it.
     if any(base.__module__.split(".")[0] in ("tenure", "grpc") for base in type(error).__mro__):
         return explain_call(error)

@@ -229,8 +229,8 @@ def twice_in_ledger(postings: dict[str, list[Posting]], writes: list[Write]) -> 
 
 def twice_in_histories(writes: list[Write], lines: list[dict[str, Any]]) -> Iterator[Finding]:
     """Two who believed at once, or a writer who was never granted what it wrote under."""
-    granted = {line["token"]: line for line in lines if line["event"] == "granted"}
-    grants = [line for line in lines if line["event"] == "granted"]
+    grants = sorted((line for line in lines if line["event"] == "granted"), key=lambda line: float(line["at_ms"]))
+    granted = {line["token"]: line for line in reversed(grants)}  # the first, should there be two
     if len(grants) != len(granted):
         yield Finding("twice", "lease", "one token was granted to two agents")
     for write in writes:

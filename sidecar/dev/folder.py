@@ -64,12 +64,16 @@ class Folder:
         """Take the folder, empty it unless ``keep``, make what the cluster needs. ``DevError`` when it is in use."""
         self.root.parent.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
-        if not keep:
-            self._wipe()
-        for folder in (self.root, self.certificates, self.root / "logs", self.root / "histories"):
-            folder.mkdir(exist_ok=True, mode=0o700)
-        (self.root / MARKER).touch()
-        self._choose_sockets()
+        try:
+            if not keep:
+                self._wipe()
+            for folder in (self.root, self.certificates, self.root / "logs", self.root / "histories"):
+                folder.mkdir(exist_ok=True, mode=0o700)
+            (self.root / MARKER).touch()
+            self._choose_sockets()
+        except BaseException:
+            self._give_up_lock()
+            raise
 
     def close(self, *, keep: bool) -> None:
         """Remove the sockets, and everything else unless ``keep``; then let the next one have the place."""
@@ -80,9 +84,7 @@ class Folder:
             (self.root / "sockets").unlink(missing_ok=True)
         if not keep:
             self._wipe()
-        self._lock_path.unlink(missing_ok=True)
-        if self._lock is not None:
-            self._lock.close()
+        self._give_up_lock()
         if not keep and self.root.parent.name == DEFAULT.parts[0] and not any(self.root.parent.iterdir()):
             self.root.parent.rmdir()
 
@@ -114,6 +116,12 @@ class Folder:
                 lock.flush()
                 return lock
             lock.close()
+
+    def _give_up_lock(self) -> None:
+        assert self._lock is not None
+        self._lock_path.unlink(missing_ok=True)  # while it is ours: nobody else can have taken it
+        self._lock.close()
+        self._lock = None
 
     def _wipe(self) -> None:
         """Remove the folder if it is one of ours."""
