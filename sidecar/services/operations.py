@@ -44,10 +44,6 @@ class Operations:
         self.notices = notices
         self.reads = Reads(runtime)
 
-    @property
-    def tenants(self) -> tuple[str, ...]:
-        return tuple(self._runtime.settings.tenants)
-
     # ---- sessions ---------------------------------------------------------------------------------------------------
 
     def open_session(self, request: session_pb2.OpenSessionRequest, caller: Caller, answer: Answer) -> None:

@@ -577,21 +577,31 @@ class Attached(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    HELD_COMPLETE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     resumed: _builtins.bool
     """Whether an existing session was resumed."""
+    held_complete: _builtins.bool
+    """False when it holds more than the 10,000 leases shown."""
     @_builtins.property
     def session(self) -> Global___Session: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseGranted]:
+        """What the session holds now, by name: what an agent thinks it holds and is not here was lost while it had no stream."""
+
     def __init__(
         self,
         *,
         session: Global___Session | None = ...,
         node_id: _builtins.str = ...,
         resumed: _builtins.bool = ...,
+        held: _abc.Iterable[Global___LeaseGranted] | None = ...,
+        held_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "resumed", b"resumed", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "held_complete", b"held_complete", "node_id", b"node_id", "resumed", b"resumed", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

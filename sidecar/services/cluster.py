@@ -1,0 +1,124 @@
+"""The cluster, for operators. Served on every listener: whoever reaches it is trusted with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tenure.v1 import cluster_pb2
+
+from sidecar.services import validation as check
+from sidecar.services.calls import Caller
+from sidecar.services.errors import Problem, outcome_unknown, problem
+from sidecar.services.handlers import Handlers
+from sidecar.services.reads import Reads
+from sidecar.version import VERSION
+
+if TYPE_CHECKING:
+    from sidecar.runtime import Runtime
+
+
+def cluster_service(runtime: Runtime, reads: Reads) -> Handlers:
+    handlers = Handlers(runtime, cluster_pb2.DESCRIPTOR.services_by_name["ClusterService"])
+    service = _Cluster(runtime, reads)
+    handlers.unary_coroutine("GetStatus", service.get_status)
+    handlers.unary_coroutine("TransferLeadership", service.transfer_leadership)
+    handlers.unary_coroutine("TakeSnapshot", service.take_snapshot)
+    handlers.unary_coroutine("GetDigest", service.get_digest)
+    return handlers
+
+
+class _Cluster:
+    def __init__(self, runtime: Runtime, reads: Reads) -> None:
+        self._runtime, self._reads = runtime, reads
+
+    async def get_status(self, _: cluster_pb2.GetStatusRequest, __: Caller) -> cluster_pb2.GetStatusResponse:
+        runtime = self._runtime
+        status, machine = runtime.node.status(), runtime.proposer.machine
+        counts = machine.counts()
+        not_ready = runtime.ready()
+        return cluster_pb2.GetStatusResponse(
+            cluster_id=runtime.settings.cluster_id,
+            node_id=runtime.settings.node_id,
+            role=cluster_pb2.NodeRole.ValueType(status.role),
+            leader_id=status.leader or "",
+            term=status.term,
+            commit_index=status.commit_index,
+            applied_index=status.applied_index,
+            last_index=status.last_index,
+            first_index=status.first_index,
+            snapshot_index=status.snapshot_index,
+            ready=not not_ready,
+            not_ready_reason=not_ready,
+            voter=status.voter,
+            draining=runtime.draining,
+            peers=self._peers(status.peers),
+            sessions=counts["sessions"],
+            leases=counts["leases"],
+            records=counts["records"],
+            revision=machine.revision,
+            cluster_ms=runtime.proposer.cluster_now_ms(),
+            wall_ms=runtime.clock.wall_ms(),
+            version=VERSION,
+            uptime_ms=runtime.uptime_ms(),
+        )
+
+    def _peers(self, peers: Mapping[str, tuple[bool, int, int]]) -> list[cluster_pb2.PeerStatus]:
+        addresses = self._runtime.settings.peers
+        return [
+            cluster_pb2.PeerStatus(
+                node_id=peer,
+                address=addresses.get(peer, ""),
+                connected=connected,
+                match_index=match_index,
+                last_contact_ms=contact_ms,
+            )
+            for peer, (connected, match_index, contact_ms) in sorted(peers.items())
+        ]
+
+    async def transfer_leadership(
+        self, request: cluster_pb2.TransferLeadershipRequest, caller: Caller
+    ) -> cluster_pb2.TransferLeadershipResponse:
+        runtime = self._runtime
+        to = check.optional_identifier(request.to_node_id, "to_node_id", check.NODE_ID_BYTES_MAX) or None
+        nodes = sorted(runtime.node.status().peers)
+        if to is not None and to not in nodes:
+            raise problem(Problem.NODE_NOT_FOUND, f"there is no other node {to}", nodes=",".join(nodes))
+        done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        runtime.node.transfer_leadership(to, lambda reason: None if done.done() else done.set_result(reason))
+        try:
+            async with asyncio.timeout(caller.timeout_ms / 1000):
+                reason = await done
+                if reason is not None:
+                    leader = runtime.node.status().leader or ""
+                    raise problem(Problem.LEADERSHIP_NOT_TRANSFERRED, reason, leader=leader)
+        except TimeoutError:
+            raise outcome_unknown("the transfer was not seen to end in time", "DEADLINE") from None
+        status = runtime.node.status()
+        return cluster_pb2.TransferLeadershipResponse(leader_id=status.leader or "", term=status.term)
+
+    async def take_snapshot(
+        self, _: cluster_pb2.TakeSnapshotRequest, caller: Caller
+    ) -> cluster_pb2.TakeSnapshotResponse:
+        taken: asyncio.Future[tuple[int, int, str | None]] = asyncio.get_running_loop().create_future()
+
+        def done(index: int, size_bytes: int, error: str | None) -> None:
+            if not taken.done():
+                taken.set_result((index, size_bytes, error))
+
+        self._runtime.node.take_snapshot(done)
+        try:
+            index, size_bytes, error = await asyncio.wait_for(taken, caller.timeout_ms / 1000)
+        except TimeoutError:
+            raise outcome_unknown("the snapshot was not finished in time; it goes on", "DEADLINE") from None
+        if error is not None:
+            raise problem(Problem.SNAPSHOT_FAILED, error)
+        return cluster_pb2.TakeSnapshotResponse(snapshot_index=index, size_bytes=size_bytes)
+
+    async def get_digest(self, _: cluster_pb2.GetDigestRequest, __: Caller) -> cluster_pb2.GetDigestResponse:
+        info = self._reads.info(linearizable=False)
+        captured = self._runtime.proposer.core.capture()
+        # The state may be large: the event loop is not held up.
+        digest = await asyncio.get_running_loop().run_in_executor(None, captured.digest)
+        return cluster_pb2.GetDigestResponse(digest=digest, read=info)
