@@ -48,4 +48,5 @@ def add_services(server: grpc.aio.Server, runtime: Runtime) -> None:
     for service in services:
         service.register(server)
     health.Health(runtime, names).handlers().register(server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflected = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(reflected, server)  # type: ignore[no-untyped-call]

@@ -8,9 +8,9 @@ Rules:
    Answers that become known in one turn of the event loop leave in one message.
 3. A keepalive is acknowledged only by a commit. While none is confirmed for a third of the ttl, or when there is no
    leader, the holder is told that it is in jeopardy, and when that is over.
-4. When the agent's end breaks, the session's deadline is cut to its grace (DetachSession, until it has happened). Not so
-   when this sidecar ends the stream, nor when the agent had fallen silent before: it may be alive, cut off, and unable
-   to see the break; then it counts on its ttl, and so must we.
+4. When the agent's end breaks, the session's deadline is cut to its grace (DetachSession, until it has happened). Not
+   so when this sidecar ends the stream, nor when the agent had fallen silent before: it may be alive, cut off, and
+   unable to see the break; then it counts on its ttl, and so must we.
 5. Everything is bounded: operations without an answer, keepalives without an acknowledgement, what is to be sent.
 """
 

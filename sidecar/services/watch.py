@@ -61,7 +61,6 @@ def _refusal(error: WatchError, from_revision: int) -> ApiError:
         return problem(Problem.WATCHERS_FULL, message, limit=error.watchers_max)
     if isinstance(error, UnconfirmedRevisionError):
         cause = error.failed
-        return problem(
-            Problem.READ_NOT_CONFIRMED, message, retry_delay_ms=cause.retry_delay_ms, cause=cause.failure.name
-        )
+        delay_ms = cause.retry_delay_ms
+        return problem(Problem.READ_NOT_CONFIRMED, message, retry_delay_ms=delay_ms, cause=cause.failure.name)
     raise AssertionError(f"no status for {error!r}")
