@@ -1,48 +1,75 @@
-# Two commands do it all on a fresh machine: `make run` and `make test`.
+# Two commands do it all on a fresh machine: `make run` and `make test`. They need Python 3.11+ with venv, or uv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+UV := $(shell command -v uv 2>/dev/null)
+MANIFESTS := pyproject.toml clients/python/pyproject.toml
+# Seeds and profiles of `make sim`.
+SEEDS ?= 0-9
+PROFILE ?= all
 
-.PHONY: run smoke test lint types proto proto-check sim clean
+.DEFAULT_GOAL := help
+.PHONY: help run smoke test lint format types proto proto-check sim clean
 
-# Installed once, and again whenever a manifest changes; uv when it is there, pip otherwise.
-$(VENV)/.run: pyproject.toml clients/python/pyproject.toml
-	@command -v uv >/dev/null 2>&1 && uv venv -q --allow-existing --python $(PYTHON) $(VENV) || $(PYTHON) -m venv $(VENV)
-	@command -v uv >/dev/null 2>&1 \
-	  && uv pip install -q --python $(BIN)/python -e clients/python -e . \
-	  || $(BIN)/python -m pip install -q --disable-pip-version-check -e clients/python -e .
+help:  ## show these targets
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+# An environment of our own, made with uv when it is there and with venv otherwise.
+$(BIN)/python:
+ifneq ($(UV),)
+	@$(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
+else
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Tenure needs Python 3.11 or later; say which with PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+endif
+
+# $(call install,EXTRAS): both packages, editable. The marks below are newer than the manifests when that has been done.
+ifneq ($(UV),)
+install = $(UV) pip install --quiet --python $(BIN)/python --editable clients/python --editable '.$(1)'
+else
+install = $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable clients/python --editable '.$(1)'
+endif
+
+$(VENV)/.run: $(MANIFESTS) | $(BIN)/python
+	@echo "installing into $(VENV)"
+	@$(call install,)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
-	@command -v uv >/dev/null 2>&1 \
-	  && uv pip install -q --python $(BIN)/python -e clients/python -e '.[dev]' \
-	  || $(BIN)/python -m pip install -q --disable-pip-version-check -e clients/python -e '.[dev]'
-	@touch $@
+$(VENV)/.dev: $(MANIFESTS) | $(BIN)/python
+	@echo "installing into $(VENV), with what tests need"
+	@$(call install,[dev])
+	@touch $@ $(VENV)/.run
 
 run: $(VENV)/.run  ## three sidecars and three agents on this machine, with a live view
 	@$(BIN)/tenure dev
 
-smoke: $(VENV)/.run  ## the same without a person: kills and partitions, then three counts
+smoke: $(VENV)/.run  ## the same without a person: kills and a partition, then three counts
 	@$(BIN)/python -m chaos smoke
 
 test: $(VENV)/.dev  ## all tests
 	@$(BIN)/python -m pytest -q
 
-lint: $(VENV)/.dev
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: $(VENV)/.dev  ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 
-types: $(VENV)/.dev
+format: $(VENV)/.dev  ## put the code into its format
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+types: $(VENV)/.dev  ## mypy --strict
 	@$(BIN)/mypy
 
 proto: $(VENV)/.dev  ## generate the stubs again
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python scripts/generate_stubs.py
 
-proto-check: $(VENV)/.dev
+proto-check: $(VENV)/.dev  ## lint the .proto files; fail when the stubs are not theirs
 	@cd proto && ../$(BIN)/buf lint
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python scripts/generate_stubs.py --check
 
-sim: $(VENV)/.dev  ## a short simulation
-	@$(BIN)/python -m chaos sim --profile all --seeds 0-9
+sim: $(VENV)/.dev  ## a short simulation (SEEDS=0-99 PROFILE=all)
+	@$(BIN)/python -m chaos sim --profile $(PROFILE) --seeds $(SEEDS)
 
-clean:
+clean:  ## remove what the targets above have made
 	rm -rf $(VENV) .tenure .mypy_cache .ruff_cache .pytest_cache .hypothesis

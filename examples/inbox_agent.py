@@ -30,6 +30,7 @@ class Agent:
         self.ledger = Ledger(options.ledger)
         self.documents = sorted(options.inbox.glob("*.txt"))
         self.stopping = asyncio.Event()
+        self.safe = asyncio.Event()
         self.working = False
 
     async def run(self) -> None:
@@ -54,7 +55,9 @@ class Agent:
     async def work(self, client: tenure.Client, lease: tenure.Lease) -> None:
         """One document after the other. When all are done, the next round begins with the first."""
         self.note_held("granted", lease)
-        lease.on_jeopardy(lambda _: self.note("jeopardy", token=lease.token))
+        lease.on_jeopardy(self.in_jeopardy)
+        lease.on_safe(lambda _: self.safe.set())
+        self.safe.set()
         self.working = True
         try:
             number = self.ledger.last_round() or 1
@@ -108,9 +111,13 @@ class Agent:
     async def step(self, lease: tenure.Lease) -> None:
         """Stands for the slow work of a real agent. Goes on only while the lease is ours and not in doubt."""
         await asyncio.sleep(self.options.step_ms / 1000)
-        while lease.in_jeopardy:
-            await asyncio.sleep(0.02)
+        await self.safe.wait()
         lease.raise_if_lost()
+
+    def in_jeopardy(self, lease: tenure.Lease) -> None:
+        """The sidecar cannot confirm that the lease is still ours: stop at once, until it can or the lease is lost."""
+        self.safe.clear()
+        self.note("jeopardy", token=lease.token)
 
     async def between_documents(self) -> None:
         with contextlib.suppress(TimeoutError):

@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable
 POLL_S = 0.01
 
 
-async def eventually(predicate: Callable[[], object | Awaitable[object]], timeout_s: float = 10.0, what: str = "") -> None:
+async def eventually(
+    predicate: Callable[[], object | Awaitable[object]], timeout_s: float = 10.0, what: str = ""
+) -> None:
     """Return once ``predicate`` (a function or coroutine function) is true; AssertionError when it is not in time."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,13 +40,14 @@ def test_a_stale_token_is_refused_at_every_step(ledger: Ledger, step: str) -> No
     old, new = writer(1), writer(2)
     ledger.start(old, KEY, 2)
     ledger.start(new, "inbox/1/b.txt", 1)
+    steps: dict[str, Callable[[], object]] = {
+        "start": lambda: ledger.start(old, KEY, 2),
+        "count": lambda: ledger.count(old, KEY, 0, 3),
+        "seal": lambda: ledger.seal(old, KEY, "d1"),
+        "post": lambda: ledger.post(old, KEY),
+    }
     with pytest.raises(StaleTokenError, match="token 1 of inbox is stale: 2 has written"):
-        {
-            "start": lambda: ledger.start(old, KEY, 2),
-            "count": lambda: ledger.count(old, KEY, 0, 3),
-            "seal": lambda: ledger.seal(old, KEY, "d1"),
-            "post": lambda: ledger.post(old, KEY),
-        }[step]()
+        steps[step]()
 
 
 def test_the_holder_itself_may_go_on_after_a_stale_write_was_refused(ledger: Ledger) -> None:
