@@ -1,1 +1,103 @@
-"""Python client for Tenure."""
+"""Python client for Tenure: leases with fencing tokens, and effects that happen at most once.
+
+::
+
+    async with tenure.connect() as client:
+        async with client.lease("nightly-report", wait=60) as lease:
+            await write_report(fencing_token=lease.token)
+"""
+
+from tenure.client import Client, connect
+from tenure.clock import now
+from tenure.dedup import (
+    Attempt,
+    BeginResult,
+    Completed,
+    Failed,
+    InProgress,
+    JsonSerializer,
+    Serializer,
+    UnknownOutcome,
+)
+from tenure.errors import (
+    AttemptStale,
+    ClientClosed,
+    ClientForkedError,
+    Compacted,
+    ConnectError,
+    Definite,
+    Indefinite,
+    InvalidArgument,
+    LeaseHeld,
+    LeaseLost,
+    LimitReached,
+    NotFound,
+    OperationTimeout,
+    Overloaded,
+    PermissionDenied,
+    RecordFailed,
+    RecordInProgress,
+    RecordMismatch,
+    RecordUnknown,
+    SessionLost,
+    StaleToken,
+    TenureError,
+    Unavailable,
+)
+from tenure.fingerprint import fingerprint
+from tenure.lease import Lease
+from tenure.sync import SyncAttempt, SyncClient, SyncLease, connect_sync
+from tenure.values import Event, EventKind, LeaseHolder, LeaseInfo, LeaseWaiter, RecordInfo, RecordState, TokenCheck
+from tenure.watching import Watch
+
+__all__ = [
+    "Attempt",
+    "AttemptStale",
+    "BeginResult",
+    "Client",
+    "ClientClosed",
+    "ClientForkedError",
+    "Compacted",
+    "Completed",
+    "ConnectError",
+    "Definite",
+    "Event",
+    "EventKind",
+    "Failed",
+    "InProgress",
+    "Indefinite",
+    "InvalidArgument",
+    "JsonSerializer",
+    "Lease",
+    "LeaseHeld",
+    "LeaseHolder",
+    "LeaseInfo",
+    "LeaseLost",
+    "LeaseWaiter",
+    "LimitReached",
+    "NotFound",
+    "OperationTimeout",
+    "Overloaded",
+    "PermissionDenied",
+    "RecordFailed",
+    "RecordInProgress",
+    "RecordInfo",
+    "RecordMismatch",
+    "RecordState",
+    "RecordUnknown",
+    "Serializer",
+    "SessionLost",
+    "StaleToken",
+    "SyncAttempt",
+    "SyncClient",
+    "SyncLease",
+    "TenureError",
+    "TokenCheck",
+    "Unavailable",
+    "UnknownOutcome",
+    "Watch",
+    "connect",
+    "connect_sync",
+    "fingerprint",
+    "now",
+]

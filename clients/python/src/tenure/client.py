@@ -1,0 +1,505 @@
+"""The asynchronous client: ``async with tenure.connect() as client``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+import grpc
+import grpc.aio
+
+from tenure import addresses, errors, forks
+from tenure.connection import Connection, Options
+from tenure.dedup import (
+    OWNER_LOSS,
+    Attempt,
+    BeginResult,
+    Idempotency,
+    InProgress,
+    JsonSerializer,
+    OwnerLoss,
+    Serializer,
+    begin_result,
+    decorate,
+)
+from tenure.fingerprint import fingerprint as fingerprint_of
+from tenure.lease import Callback, Lease, LeaseContext, LocalLine
+from tenure.session import ACQUIRE, BEGIN, CHECK, GET_LEASE, GET_RECORD, Session, Timing
+from tenure.v1 import dedup_pb2, lease_pb2, lease_pb2_grpc, session_pb2
+from tenure.values import LeaseInfo, RecordInfo, TokenCheck, lease_info, record_info, token_check
+from tenure.watching import Watch, observe
+
+__all__ = ["Client", "Connecting", "connect"]
+
+log = logging.getLogger("tenure")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TTL_DEFAULT_MS = 15_000
+TIMEOUT_DEFAULT = 10.0
+IN_FLIGHT_MAX = 1_000
+PAGE_SIZE = 500
+
+
+def connect(
+    address: str | Sequence[str] | None = None,
+    *,
+    tenant: str | None = None,
+    agent: str | None = None,
+    version: str = "",
+    host: str | None = None,
+    labels: dict[str, str] | None = None,
+    ttl_ms: int = TTL_DEFAULT_MS,
+    disconnect_grace_ms: int | None = None,
+    keep_alive_ms: int | None = None,
+    cancel_margin_ms: int | None = None,
+    connect_timeout: float = 10.0,
+    timeout: float = TIMEOUT_DEFAULT,
+    in_flight_max: int = IN_FLIGHT_MAX,
+    credentials: grpc.ChannelCredentials | None = None,
+    insecure: bool = False,
+    session: bool = True,
+) -> Connecting:
+    """Opens a client: ``async with connect() as client`` or ``client = await connect()`` (then close it).
+
+    ``address``: ``unix:/path`` or ``host:port``, several as a comma list or a sequence; from ``TENURE_ADDRESS`` or
+    the default socket when None. ``tenant``: from ``TENURE_TENANT``, or "default". ``agent``, ``version``, ``host``,
+    ``labels`` are shown to operators. ``ttl_ms``: how long what this process holds survives it in the worst case.
+    ``disconnect_grace_ms``: how long after its connection broke (the sidecar's default is 1,000). ``keep_alive_ms``:
+    at most a third of the ttl. ``cancel_margin_ms``: how long before safe-until a body is cancelled. ``timeout``:
+    default time of every call, in seconds. ``session=False``: a client that only reads and watches, and holds
+    nothing.
+
+    Raises ValueError for settings that cannot work, and ConnectError (within ``connect_timeout`` seconds) with what
+    to do when there is no sidecar.
+    """
+    where = addresses.parse_addresses(address)
+    addresses.require_protected(where, credentials, insecure)
+    if timeout <= 0 or connect_timeout <= 0:
+        raise ValueError("timeout and connect_timeout must be more than 0 seconds")
+    if disconnect_grace_ms is None and ttl_ms < 1_000:
+        disconnect_grace_ms = ttl_ms  # the sidecar's default would be more than the ttl
+    if disconnect_grace_ms is not None and not 0 <= disconnect_grace_ms <= ttl_ms:
+        raise ValueError(f"disconnect_grace_ms must be 0 to ttl_ms ({ttl_ms}), not {disconnect_grace_ms}")
+    if not 0 < in_flight_max <= IN_FLIGHT_MAX:
+        raise ValueError(f"in_flight_max must be 1 to {IN_FLIGHT_MAX}, not {in_flight_max}")
+    options = Options(
+        addresses=where,
+        credentials=credentials,
+        tenant=tenant or os.environ.get("TENURE_TENANT") or "default",
+        info=session_pb2.AgentInfo(
+            agent=agent if agent is not None else f"python-{os.getpid()}",
+            version=version,
+            host=host if host is not None else socket.gethostname(),
+            labels=labels or {},
+        ),
+        timing=Timing.of(ttl_ms, keep_alive_ms, cancel_margin_ms),
+        grace_ms=disconnect_grace_ms,
+        timeout=timeout,
+        in_flight_max=in_flight_max,
+    )
+    return Connecting(options, connect_timeout, session)
+
+
+class Connecting:
+    """What ``connect`` returns: await it, or use it as an asynchronous context manager."""
+
+    def __init__(self, options: Options, connect_timeout: float, session: bool) -> None:
+        self._options = options
+        self._connect_timeout = connect_timeout
+        self._session = session
+        self._client: Client | None = None
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        return self._open().__await__()
+
+    async def _open(self) -> Client:
+        forks.mark_used()
+        client = Client(Connection(self._options), self._session)
+        if self._session:
+            try:
+                await client._connection.open(self._connect_timeout)
+            except BaseException:
+                await client.close()
+                raise
+        return client
+
+    async def __aenter__(self) -> Client:
+        self._client = await self._open()
+        return self._client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+
+class Client:
+    """One session at a sidecar, over one shared stream. Safe to use from many tasks of one event loop.
+
+    Durations without a unit in their name are seconds; ``*_ms`` are integer milliseconds.
+    """
+
+    def __init__(self, connection: Connection, session: bool) -> None:
+        self._connection = connection
+        self._with_session = session
+        self._line = LocalLine()
+        self._bodies: set[LeaseContext] = set()
+        self._on_granted: Callback | None = None
+        connection.on_granted = self._granted
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Ends everything. Bodies under leases are cancelled and waited for; only then is what they held given back."""
+        if not self._connection.owner.here:
+            return  # the parent's
+        task = asyncio.current_task()
+        if any(body.task is task for body in self._bodies):
+            raise RuntimeError("close() was called inside the body of a lease of this client: leave the body first")
+        for body in list(self._bodies):
+            body.close()
+        while self._bodies:
+            await next(iter(self._bodies)).ended.wait()
+        await self._connection.close()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def session_id(self) -> str:
+        """The id of the session; changes when a session was lost and a new one opened. Empty while there is none."""
+        return self._connection.session.id
+
+    @property
+    def node_id(self) -> str:
+        """The sidecar that carries the session now; empty while there is none."""
+        return self._connection.node_id
+
+    @property
+    def tenant(self) -> str:
+        return self._connection.options.tenant
+
+    def _timeout(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._connection.options.timeout
+        if not timeout > 0:
+            raise errors.InvalidArgument("timeout must be more than 0 seconds", facts={"field": "timeout"})
+        return timeout
+
+    def _need_session(self) -> None:
+        self._connection.check_usable()
+        if not self._with_session:
+            raise errors.InvalidArgument(
+                "this client was opened with session=False and can hold nothing",
+                reason="NO_SESSION",
+                facts={"field": "session"},
+            )
+
+    # ---- leases ------------------------------------------------------------------------------------------------
+
+    def lease(
+        self,
+        name: str,
+        *,
+        wait: float = 0.0,
+        priority: int = 0,
+        capacity: int = 1,
+        lock_delay_ms: int = 0,
+        metadata: str = "",
+        timeout: float | None = None,
+    ) -> LeaseContext:
+        """``async with client.lease(name) as lease``: the body runs under the lease. Arguments as for `acquire`."""
+        return LeaseContext(
+            lambda: self.acquire(
+                name,
+                wait=wait,
+                priority=priority,
+                capacity=capacity,
+                lock_delay_ms=lock_delay_ms,
+                metadata=metadata,
+                timeout=timeout,
+            ),
+            self._bodies,
+        )
+
+    async def acquire(
+        self,
+        name: str,
+        *,
+        wait: float = 0.0,
+        priority: int = 0,
+        capacity: int = 1,
+        lock_delay_ms: int = 0,
+        metadata: str = "",
+        timeout: float | None = None,
+    ) -> Lease:
+        """Takes a lease, or waits for it up to ``wait`` seconds in line (0 tries once). Release it yourself.
+
+        ``timeout`` is for the answer, in seconds on top of the wait. ``capacity`` N makes a semaphore of N sessions.
+        ``lock_delay_ms``: nobody gets it for so long after this holder's session EXPIRED. Cancelling leaves nothing
+        behind.
+
+        Raises LeaseHeld when somebody else has it (also another task of this client), and what every call can raise.
+        """
+        self._need_session()
+        if not wait >= 0:
+            raise errors.InvalidArgument("wait must be 0 or more seconds", facts={"field": "wait"})
+        seconds = self._timeout(timeout)
+        loop = asyncio.get_running_loop()
+        wait_until = loop.time() + wait
+        if not await self._line.enter(name, wait):
+            raise self._held_here(name)
+
+        def request() -> lease_pb2.AcquireLeaseRequest:
+            return lease_pb2.AcquireLeaseRequest(
+                name=name,
+                capacity=capacity,
+                wait_ms=max(round((wait_until - loop.time()) * 1000), 0),
+                priority=priority,
+                lock_delay_ms=lock_delay_ms,
+                metadata=metadata,
+            )
+
+        def granted(session: Session, response: lease_pb2.AcquireLeaseResponse) -> Lease:
+            return self._new_lease(session, name, response.token, already_held=response.already_held)
+
+        def undo(lease: Lease | None) -> None:
+            if lease is None:
+                self._line.leave(name)
+            else:
+                lease._start_release()
+
+        left = max(wait_until - loop.time(), 0.0)
+        return cast(
+            Lease, await self._connection.call(ACQUIRE, request, timeout=left + seconds, accept=granted, undo=undo)
+        )
+
+    def _new_lease(self, session: Session, name: str, token: int, *, already_held: bool) -> Lease:
+        return Lease(
+            self._connection, session, name, token, already_held=already_held, freed=lambda: self._line.leave(name)
+        )
+
+    def _held_here(self, name: str) -> errors.LeaseHeld:
+        session = self._connection.session
+        token = next((held for held_name, held in session.leases if held_name == name), 0)
+        return errors.LeaseHeld(
+            f"{name!r} is held, or being acquired, by another task of this client",
+            reason="LEASE_HELD",
+            facts={"holder_session_id": session.id, "current_token": str(token), "local": "true"},
+        )
+
+    def on_granted(self, callback: Callback) -> None:
+        """Calls back (function or coroutine function) with a Lease that was transferred to this session.
+
+        Without a callback, such a lease is given back at once: somebody must look after it.
+        """
+        self._on_granted = callback
+
+    def _granted(self, session: Session, name: str, token: int) -> None:
+        if (name, token) in session.leases or not self._line.try_enter(name):
+            return  # an acquire of this name is under way and is answered with it
+        lease = self._new_lease(session, name, token, already_held=True)
+        if self._on_granted is None:
+            log.warning(
+                "lease %r (token %d) was transferred to this session, which has no on_granted: given back", name, token
+            )
+            lease._start_release()
+        else:
+            lease._run(self._on_granted)
+
+    async def check(self, name: str, token: int, *, timeout: float | None = None) -> TokenCheck:
+        """Whether a fencing token is current (linearizable). Needs no lease: for those who receive tokens."""
+        request = lease_pb2.CheckLeaseRequest(tenant=self.tenant, name=name, token=token)
+        seconds = self._timeout(timeout)
+        if self._with_session:
+            return token_check(await self._connection.call(CHECK, lambda: request, timeout=seconds))
+        return token_check(
+            await self._connection.unary(
+                lambda channel: lease_pb2_grpc.LeaseServiceStub(channel).CheckLease(request, timeout=seconds),
+                timeout=seconds,
+            )
+        )
+
+    async def get_lease(self, name: str, *, timeout: float | None = None) -> LeaseInfo:
+        """The lease as it is now (linearizable); without holders and waiters when it is free."""
+        request = lease_pb2.GetLeaseRequest(tenant=self.tenant, name=name)
+        seconds = self._timeout(timeout)
+        response: lease_pb2.GetLeaseResponse
+        if self._with_session:
+            response = await self._connection.call(GET_LEASE, lambda: request, timeout=seconds)
+        else:
+            response = await self._connection.unary(
+                lambda channel: lease_pb2_grpc.LeaseServiceStub(channel).GetLease(request, timeout=seconds),
+                timeout=seconds,
+            )
+        return lease_info(response.lease, response.read.revision)
+
+    async def list_leases(
+        self, prefix: str = "", *, page_size: int = PAGE_SIZE, timeout: float | None = None
+    ) -> AsyncIterator[LeaseInfo]:
+        """All leases whose name starts with ``prefix``, in order of name. ``timeout`` is for each page."""
+        seconds = self._timeout(timeout)
+        page_token = ""
+        while True:
+            request = lease_pb2.ListLeasesRequest(
+                tenant=self.tenant, prefix=prefix, page_size=page_size, page_token=page_token
+            )
+            page = await self._list_page(request, seconds)
+            for lease in page.leases:
+                yield lease_info(lease, page.read.revision)
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    async def _list_page(self, request: lease_pb2.ListLeasesRequest, seconds: float) -> lease_pb2.ListLeasesResponse:
+        return await self._connection.unary(
+            lambda channel: lease_pb2_grpc.LeaseServiceStub(channel).ListLeases(request, timeout=seconds),
+            timeout=seconds,
+        )
+
+    # ---- the change stream -------------------------------------------------------------------------------------
+
+    def watch(
+        self, from_revision: int = 0, *, kinds: Iterable[int] = (), subject_prefix: str = "", all_tenants: bool = False
+    ) -> Watch:
+        """Events from a revision on (0: from now on), for ever: ``async for event in client.watch()``.
+
+        Goes on by itself, without a gap, after a lost connection, another sidecar, or being cut off for slowness.
+        ``kinds`` are values of EventKind. Raises Compacted when the revision is no longer held.
+        """
+        self._connection.check_usable()
+        tenant = "" if all_tenants else self.tenant
+        return Watch(self._connection, tenant, from_revision, tuple(kinds), subject_prefix)
+
+    def observe(self, name: str) -> AsyncIterator[LeaseInfo]:
+        """The lease as it is, then again at every change, for ever. Goes on by itself after a lost connection."""
+        self._connection.check_usable()
+        return observe(self._connection, self.tenant, name)
+
+    # ---- dedup -------------------------------------------------------------------------------------------------
+
+    async def begin(
+        self,
+        key: str,
+        payload: object = None,
+        *,
+        fingerprint: bytes | None = None,
+        exclude: Iterable[str] = (),
+        retention_ms: int | None = None,
+        on_owner_loss: OwnerLoss = "retry",
+        wait: float = 0.0,
+        fence: Lease | None = None,
+        timeout: float | None = None,
+    ) -> BeginResult:
+        """Opens an idempotency key: an Attempt to be completed or failed, or what is known of the key.
+
+        ``payload`` (without the fields in ``exclude``) or ``fingerprint`` says what the key stands for; another
+        payload under the same key raises RecordMismatch. ``wait``: seconds to wait for the outcome of a running
+        attempt. ``on_owner_loss``: whether an attempt whose session ended may be repeated ("retry") or needs a person
+        ("unknown"). ``retention_ms``: how long the outcome is kept. ``fence``: a lease that must be current at begin
+        and at complete.
+        """
+        self._need_session()
+        if on_owner_loss not in OWNER_LOSS:
+            raise errors.InvalidArgument("on_owner_loss is 'retry' or 'unknown'", facts={"field": "on_owner_loss"})
+        if fingerprint is None:
+            fingerprint = fingerprint_of(payload, exclude) if payload is not None else b""
+        print_ = fingerprint
+        seconds = self._timeout(timeout)
+        loop = asyncio.get_running_loop()
+        wait_until = loop.time() + max(wait, 0.0)
+
+        def request() -> dedup_pb2.BeginRecordRequest:
+            return dedup_pb2.BeginRecordRequest(
+                key=key,
+                fingerprint=print_,
+                owner_loss=OWNER_LOSS[on_owner_loss],
+                retention_ms=retention_ms,
+                wait_ms=max(round((wait_until - loop.time()) * 1000), 0),
+                fence=dedup_pb2.Fence(lease_name=fence.name, token=fence.token) if fence is not None else None,
+            )
+
+        while True:
+            left = max(wait_until - loop.time(), 0.0)
+            result = await self._begin_once(key, request, left + seconds)
+            if not isinstance(result, InProgress) or wait_until - loop.time() <= 0.01:
+                return result
+
+    async def _begin_once(
+        self, key: str, request: Callable[[], dedup_pb2.BeginRecordRequest], seconds: float
+    ) -> BeginResult:
+        def begun(session: Session, response: dedup_pb2.BeginRecordResponse) -> BeginResult:
+            return begin_result(self._connection, session, key, response)
+
+        def undo(result: BeginResult | None) -> None:
+            if isinstance(result, Attempt):
+                result._give_up()
+
+        return cast(BeginResult, await self._connection.call(BEGIN, request, timeout=seconds, accept=begun, undo=undo))
+
+    async def get_record(self, key: str, *, timeout: float | None = None) -> RecordInfo:
+        """The record of an idempotency key (linearizable). Raises NotFound when there is none."""
+        self._need_session()
+        request = dedup_pb2.GetRecordRequest(tenant=self.tenant, key=key)
+        response = await self._connection.call(GET_RECORD, lambda: request, timeout=self._timeout(timeout))
+        return record_info(response.record)
+
+    def idempotent(
+        self,
+        *,
+        key: Callable[..., str],
+        payload: Callable[..., object] | None = None,
+        retention_ms: int | None = None,
+        on_owner_loss: OwnerLoss = "retry",
+        wait: float = 0.0,
+        serializer: Serializer | None = None,
+        final_errors: tuple[type[BaseException], ...] = (),
+        timeout: float | None = None,
+    ) -> _Decorator:
+        """Decorator: a function that takes effect once per key, and returns the stored result ever after.
+
+        ``key`` and ``payload`` are called with the function's arguments; without ``payload`` the arguments themselves
+        are what the key stands for. ``wait``: seconds to wait for a running attempt, else RecordInProgress is raised.
+        An exception frees the key for another attempt, unless it is one of ``final_errors``, which are stored and
+        replayed as RecordFailed. A plain function runs in a thread. Results are stored as JSON unless ``serializer``
+        says otherwise.
+        """
+
+        def begin(name: str, print_: bytes) -> Awaitable[BeginResult]:
+            return self.begin(
+                name,
+                fingerprint=print_,
+                retention_ms=retention_ms,
+                on_owner_loss=on_owner_loss,
+                wait=wait,
+                timeout=timeout,
+            )
+
+        idempotency = Idempotency(key, payload, serializer or JsonSerializer(), on_owner_loss, final_errors)
+        return _Decorator(idempotency, begin)
+
+
+class _Decorator:
+    def __init__(self, idempotency: Idempotency, begin: Callable[[str, bytes], Awaitable[BeginResult]]) -> None:
+        self._idempotency = idempotency
+        self._begin = begin
+
+    @overload
+    def __call__(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]: ...
+    @overload
+    def __call__(self, function: Callable[P, T]) -> Callable[P, Awaitable[T]]: ...
+    def __call__(self, function: Callable[P, Any]) -> Callable[P, Awaitable[Any]]:
+        return decorate(self._idempotency, self._begin, function)
