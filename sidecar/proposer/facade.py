@@ -31,12 +31,8 @@ class AsyncProposer:
     BARRIER_WAIT_MS = 1_800  # a barrier that cannot be had is answered NO_LEADER after this
     BARRIER_RETRY_S = 0.05
 
-    def __init__(
-        self, proposer: Proposer, clock: Clock, on_failure: Callable[[BaseException], None] | None = None
-    ) -> None:
-        """``on_failure``: the proposer raised, which is a broken invariant; the process must stop."""
+    def __init__(self, proposer: Proposer, clock: Clock) -> None:
         self._proposer = proposer
-        self._on_failure = on_failure
         self._clock = clock
         self._timer: asyncio.Handle | None = None
 
@@ -88,22 +84,23 @@ class AsyncProposer:
     async def read_barrier(self, timeout_ms: int) -> Failed | None:
         """None once a read on this node is linearizable. Tried again until the timeout, or for about two seconds
         without a leader."""
-        started_s = self._clock.monotonic_s()
-        limit_ms = min(timeout_ms, self.BARRIER_WAIT_MS)
-        while True:
-            remaining_s = (timeout_ms / 1000) - (self._clock.monotonic_s() - started_s)
-            future: asyncio.Future[bool] = self._loop.create_future()
-            self._node.read_barrier(_setter(future))
-            try:
-                if await asyncio.wait_for(future, max(remaining_s, 0)):
-                    return None
-            except TimeoutError:
-                message = "the deadline passed before the read could be confirmed by a quorum"
-                return Failed(failure=Failure.DEADLINE, definite=True, message=message)
-            if (self._clock.monotonic_s() - started_s) * 1000 >= limit_ms:
-                message = "no leader with a quorum confirmed the read"
-                return Failed(failure=Failure.NO_LEADER, definite=True, message=message, retry_delay_ms=200)
-            await asyncio.sleep(self.BARRIER_RETRY_S)
+        try:
+            async with asyncio.timeout(min(timeout_ms, self.BARRIER_WAIT_MS) / 1000):
+                confirmed = False
+                while not confirmed:
+                    confirmed = await self._one_barrier()
+                    if not confirmed:
+                        await asyncio.sleep(self.BARRIER_RETRY_S)
+        except TimeoutError:
+            message = "no leader with a quorum has confirmed the read in time"
+            failure = Failure.DEADLINE if timeout_ms < self.BARRIER_WAIT_MS else Failure.NO_LEADER
+            return Failed(failure=failure, definite=True, message=message, retry_delay_ms=200)
+        return None
+
+    async def _one_barrier(self) -> bool:
+        future: asyncio.Future[bool] = self._loop.create_future()
+        self._node.read_barrier(_setter(future))
+        return await future
 
     def shedding(self) -> int:
         """See ``Proposer.shedding``."""
@@ -135,13 +132,7 @@ class AsyncProposer:
 
     def _poll(self) -> None:
         self._timer = None
-        try:
-            self._proposer.poll()
-        except BaseException as error:
-            # An event loop only logs what a callback raises; the node would go on half dead.
-            if self._on_failure is not None:
-                self._on_failure(error)
-            raise
+        self._proposer.poll()
 
 
 def _setter(future: asyncio.Future[T]) -> Callable[[T], None]:

@@ -149,6 +149,11 @@ class Captured:
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(_Snapshot(self._machine.encode(), self._window))
 
+    def digest(self) -> str:
+        """May run on another thread, too."""
+        window = msgspec.msgpack.encode(self._window)
+        return hashlib.blake2b(self._machine.digest().encode() + window, digest_size=16).hexdigest()
+
 
 class Proposer:
     """One node's proposer. All methods are called from the node's thread."""
@@ -750,8 +755,7 @@ class Proposer:
 
     def digest(self) -> str:
         """Of machine and window; equal on all nodes at the same applied index."""
-        window = msgspec.msgpack.encode(self._window.dump())
-        return hashlib.blake2b(self.machine.digest().encode() + window, digest_size=16).hexdigest()
+        return self.capture().digest()
 
     # ---- ends --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,129 @@
+"""Looks at a running sidecar now and then (readiness, disk, wall clocks, lateness of the loop) and fills the gauges."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from sidecar.consensus.log_store import DiskSpace, SqliteLogStore
+from sidecar.consensus.ports import Role
+from sidecar.runtime import Runtime
+from sidecar.version import VERSION
+
+PROBE_S = 0.1
+READY_EVERY, DISK_EVERY, SKEW_EVERY = 2, 10, 50  # in probes
+
+log = structlog.get_logger("tenure.sampler")
+
+
+class Sampler:
+    def __init__(self, runtime: Runtime, store: SqliteLogStore, disk: Callable[[], DiskSpace]) -> None:
+        self._runtime = runtime
+        self._store = store
+        self._disk = disk
+        self._reason: str | None = None
+        runtime.metrics.before_scrape.append(self.refresh)
+        runtime.metrics.build.info({"version": VERSION})
+        runtime.metrics.disk_reserve.set(runtime.settings.disk_reserve_bytes)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        loop = asyncio.get_running_loop()
+        probes = 0
+        while True:
+            due_s = loop.time() + PROBE_S
+            await asyncio.sleep(PROBE_S)
+            self._note_lag(max(0.0, loop.time() - due_s))
+            probes += 1
+            if probes % DISK_EVERY == 0:
+                self.check_disk()
+            if probes % READY_EVERY == 0:
+                self.check_ready()
+            if probes % SKEW_EVERY == 0:
+                self.check_skew()
+
+    def _note_lag(self, lag_s: float) -> None:
+        self._runtime.proposer.core.pressure.note_lag(int(lag_s * 1000))
+        self._runtime.metrics.loop_lag.set(lag_s)
+
+    def check_ready(self) -> None:
+        reason = self._runtime.ready()
+        self._runtime.metrics.ready.set(not reason)
+        if reason == self._reason:
+            return
+        self._reason = reason
+        if reason:
+            log.info("not ready", reason=reason)
+        else:
+            log.info("ready", leader=self._runtime.node.status().leader)
+        for changed in self._runtime.on_ready_change:
+            changed(reason)
+
+    def check_disk(self) -> None:
+        """Below the reserve this node takes nothing that grows, and does not lead: a full disk would end it."""
+        space = self._disk()
+        self._runtime.metrics.disk_free.set(space.free_bytes)
+        settings, runtime = self._runtime.settings, self._runtime
+        if not space.low:
+            if runtime.trouble:
+                log.info("the disk has room again", free_bytes=space.free_bytes)
+            runtime.trouble = ""
+        else:
+            runtime.trouble = f"the disk of {settings.data_dir} has {space.free_bytes} bytes left"
+            log.warning(
+                "the disk is nearly full", free_bytes=space.free_bytes, reserve_bytes=settings.disk_reserve_bytes
+            )
+            if runtime.node.is_leader() and settings.peer_ids:
+                runtime.node.transfer_leadership(None, self._handed_over)
+        runtime.proposer.core.hold_back(runtime.trouble)
+
+    @staticmethod
+    def _handed_over(error: str | None) -> None:
+        if error is not None:
+            log.warning("leadership could not be handed over", error=error)
+
+    def check_skew(self) -> None:
+        offsets = self._runtime.node.clock_offsets_ms()
+        worst_ms = max((abs(offset_ms) for _, offset_ms in offsets), default=0)
+        self._runtime.metrics.clock_skew.set(worst_ms / 1000)
+        if worst_ms > self._runtime.settings.skew_max_ms:
+            log.warning("wall clocks differ", offsets_ms=dict(offsets), allowed_ms=self._runtime.settings.skew_max_ms)
+
+    def refresh(self) -> None:
+        """The gauges that are read off the state, right before a scrape."""
+        metrics, runtime = self._runtime.metrics, self._runtime
+        status = runtime.node.status()
+        metrics.is_leader.set(runtime.node.is_leader() and status.role is Role.LEADER)
+        metrics.term.set(status.term)
+        metrics.commit_index.set(status.commit_index)
+        metrics.applied_index.set(status.applied_index)
+        metrics.last_index.set(status.last_index)
+        metrics.snapshot_index.set(status.snapshot_index)
+        metrics.peers_connected.set(sum(connected for connected, _, _ in status.peers.values()))
+        contact_ms = status.leader_contact_ms
+        metrics.leader_contact.set(contact_ms / 1000 if contact_ms >= 0 else -1)
+        metrics.ready.set(not runtime.ready())
+        metrics.log_bytes.set(self._store.size_bytes)
+        metrics.log_entries.set(len(self._store))
+        metrics.disk_free.set(self._disk().free_bytes)
+        self._refresh_state()
+
+    def _refresh_state(self) -> None:
+        metrics, machine, proposer = self._runtime.metrics, self._runtime.proposer.machine, self._runtime.proposer
+        counts = machine.counts()
+        metrics.sessions.set(counts["sessions"])
+        metrics.connected_sessions.set(counts["connected_sessions"])
+        metrics.leases.set(counts["leases"])
+        metrics.lease_holders.set(counts["holders"])
+        metrics.lease_waiters.set(counts["waiters"])
+        metrics.records.set(counts["records"])
+        metrics.record_bytes.set(counts["record_bytes"])
+        metrics.stored_requests.set(counts["requests"])
+        metrics.revision.set(machine.revision)
+        metrics.cluster_time.set(proposer.cluster_now_ms() / 1000)
+        metrics.in_flight.set(proposer.core.in_flight)
+        metrics.queued.set(proposer.core.queued)
+        metrics.watchers.set(self._runtime.hub.count)
+        metrics.streams.set(len(self._runtime.streams))
