@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from chaos.world import World
     from sidecar.consensus.ports import Entry
 
-LIVENESS = ("no-convergence",)
+LIVENESS = ("no-convergence", "leak")
 CODE = ("code-crash", "stopped")
 
 
@@ -193,6 +193,10 @@ class Checkers:
         if known != index:
             self.violation("acked-lost", host, f"command {command} acknowledged at {known} and at {index}")
         self._floor = max(self._floor, index)
+
+    def known(self, position: int) -> None:
+        """Somebody has been told of the state at this position."""
+        self._floor = max(self._floor, position)
 
     def read_floor(self) -> int:
         """To be taken when a read begins: it must see at least this much."""

@@ -61,7 +61,8 @@ def describe(frame: bytes) -> str:
 class NodeRunner:
     """Drives one ``Node`` turn by turn."""
 
-    def __init__(self, host: Host, application: Application) -> None:
+    def __init__(self, host: Host, application: Callable[[SimLogStore], Application]) -> None:
+        """``application`` is made when the store is open, because it may ask for the incarnation."""
         self.host = host
         world = host.world
         shape = world.shape
@@ -89,7 +90,7 @@ class NodeRunner:
         )
         self.node = Node(
             settings,
-            application,
+            application(self.store),
             self.store,
             self.snapshots,
             SimPeerTransport(host, self.store, world.checkers),
@@ -193,7 +194,7 @@ class RegisterProcess:
         self._application = RegisterApplication(entry_bytes_max(shape.append_bytes_max), self._applied)
         self._application.on_role = self._role_changed
         self._application.on_restore = self._restored
-        self._runner = stops_on_store_errors(lambda: NodeRunner(host, self._application))
+        self._runner = stops_on_store_errors(lambda: NodeRunner(host, lambda _: self._application))
         self._node = self._runner.node
         self._application.forward = self._node.forward
         self._application.leading = self._node.is_leader

@@ -172,5 +172,26 @@ PROFILES: dict[str, Profile] = {
         nodes=(3, 3, 5),
         stock=False,
     ),
+    "core": Profile(
+        "the product's proposer and state machine under simulated agents, everything that can go wrong",
+        Shape(
+            application="core",
+            faults=(
+                *NET_FAULTS,
+                *LIFE_FAULTS,
+                ("power", 10),
+                ("power_all", 3),
+                ("slow_disk", 10),
+                ("transfer", 12),
+                ("snapshot", 8),
+                ("wall_step", 8),
+                ("drift", 8),
+            ),
+            compact_entries=150,
+            drift_ppm=4_000,
+        ),
+        stock=False,
+        seconds=(10, 16),
+    ),
     "quiet": Profile("no fault at all", Shape(), swarm=False, seconds=(6, 8)),
 }

@@ -65,6 +65,7 @@ class Simulation:
         self.world.shape = self.shape = self._shape(profile)
         self.world.network = Network(self.world, self.shape)
         self.world.checkers = Checkers(self.world)
+        self.core = self.shape.application == "core"
         boot = self._boot()
         for number in range(self.shape.nodes):
             name = f"n{number + 1}"
@@ -92,6 +93,10 @@ class Simulation:
             from chaos.stock import StockProcess
 
             return StockProcess
+        if self.core:
+            from chaos.core import CoreProcess
+
+            return CoreProcess
         from chaos.process import RegisterProcess
 
         return RegisterProcess
@@ -101,12 +106,23 @@ class Simulation:
     def run(self) -> None:
         for host in self.world.hosts.values():
             self.world.after(self.world.between(0, 300 * MILLISECOND), host.boot)
-        for number in range(self.shape.clients):
-            RegisterClient(self.world, f"c{number + 1}").start()
+        if self.core:
+            self._populate_with_agents()
+        else:
+            for number in range(self.shape.clients):
+                RegisterClient(self.world, f"c{number + 1}").start()
         self.world.after(2 * SECOND, self.faults.start)
         self.world.run_until(self.shape.duration_us)
         self._heal()
         self._converge()
+
+    def _populate_with_agents(self) -> None:
+        from chaos.agents import populate
+        from chaos.core import Ledger
+
+        self.world.ledger = Ledger(self.world)
+        self.world.documents = {}
+        populate(self)
 
     def _heal(self) -> None:
         """All faults end: whatever was stopped runs, whatever was cut is whole, disks and networks are ordinary."""
@@ -137,6 +153,8 @@ class Simulation:
             if self._converged(probe):
                 world.note("world", f"converged {(world.now_us - end_us + self.shape.convergence_us) // MILLISECOND} ms later")
                 self._compare()
+                if self.core:
+                    self._nothing_leaks()
                 return
         state = {
             host.name: (host.state.value, host.process.applied_index() if host.process else None)
@@ -144,6 +162,21 @@ class Simulation:
         }
         world.checkers.violation("no-convergence", "world", f"{self.shape.convergence_us // SECOND} s after the heal: {state}")
         self._compare_acknowledged()
+
+    def _nothing_leaks(self) -> None:
+        """All agents have gone: their sessions, leases and places in line must end, on all nodes."""
+        from chaos.core import CoreProcess
+
+        counts: dict[str, int] = {}
+        for _ in range(40):
+            self.world.run_until(self.world.now_us + SECOND)
+            processes = [host.process for host in self.world.hosts.values() if isinstance(host.process, CoreProcess)]
+            leftovers = [process.leftovers() for process in processes]
+            if len(processes) == len(self.world.hosts) and not any(leftovers):
+                self._compare()
+                return
+            counts = next((each for each in leftovers if each), counts)
+        self.world.checkers.violation("leak", "world", f"40 s after the last agent had gone: {counts}")
 
     def _propose_everywhere(self, probe: int) -> None:
         for host in self.world.hosts.values():

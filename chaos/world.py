@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from chaos.checkers import Checkers
+    from chaos.core import Ledger
     from chaos.disk import Disk
     from chaos.network import Network
     from chaos.profiles import Shape
@@ -188,6 +189,8 @@ class Host:
             self.clock.reboot()
         self.world.network.host_down(self, silent=power)
         self.world.checkers.crashed(self.name)
+        for listener in self.world.crash_listeners:
+            listener(self)
         self.world.bounce_later(self)
 
     def pause(self) -> None:
@@ -215,6 +218,8 @@ class World:
 
     network: Network
     checkers: Checkers
+    ledger: Ledger  # profile core only
+    documents: dict[str, int]  # profile core only: lease -> number of the document that is next
 
     def __init__(self, seed: int, shape: Shape, *, verbose: bool = False) -> None:
         self.seed = seed
@@ -223,6 +228,7 @@ class World:
         self.now_us = 0
         self.hosts: dict[str, Host] = {}
         self.verbose = verbose
+        self.crash_listeners: list[Callable[[Host], None]] = []
         self.commands = 0  # numbers of commands given out to clients
         self.reached: dict[str, int] = {}  # how often a run came to where bugs live; a test asks for each of them
         self.calm = False  # after the heal: no more faults, no fault of chance either

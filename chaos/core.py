@@ -1,0 +1,356 @@
+"""The product's proposer and state machine on the simulated node, and the checks of what they promise.
+
+Every node reports what it applies; the first to apply an entry defines the one history, the others are compared with it.
+``Ledger`` holds that history as far as the guarantees need it, and what agents believe.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from chaos.disk import SimLogStore
+from chaos.process import NodeRunner, check_copies, entry_bytes_max, stops_on_store_errors
+from sidecar.consensus.ports import Role
+from sidecar.core.commands import (
+    AcquireLease,
+    BeginRecord,
+    CancelWait,
+    Command,
+    CompleteRecord,
+    LeaseGranted,
+    LeaseQueued,
+    Limits,
+    OpenSession,
+    Reason,
+    Refused,
+    Request,
+    RequestKey,
+    Result,
+    Stamp,
+)
+from sidecar.core.events import Event, Kind
+from sidecar.core.machine import Machine
+from sidecar.proposer import Done, Failed, Proposer, ProposerSettings
+
+if TYPE_CHECKING:
+    from chaos.world import Host, World
+
+TENANT = "sim"
+_DIGEST_EVERY = 16  # a digest encodes the whole state
+_LIMITS = Limits(events_max=400)
+
+Applied = tuple[Request, Result, Sequence[Event]]
+
+
+class Belief(NamedTuple):
+    agent: str
+    token: int
+    until_us: int  # virtual time at which the holder's own clock reaches its safe-until
+
+
+class Ledger:
+    """What the one history says, what agents were told and what they believe. Judges both."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._checkers = world.checkers
+        self._entries: dict[int, int] = {}  # index -> checksum of results and events
+        self._revision = 0
+        self._tokens: dict[str, int] = {}
+        self._executed: dict[str, int] = {}  # request name -> how often it had an effect
+        self._never: dict[str, str] = {}  # request name -> who was told that it did not and will not happen
+        self._completed: dict[str, tuple[int, bytes]] = {}
+        self._begun: dict[tuple[str, int], str] = {}
+        self._ended_sessions: dict[str, str] = {}
+        self._cancelled: dict[tuple[str, str], bool] = {}
+        self.beliefs: dict[str, list[Belief]] = {}
+        self.told_complete: dict[str, bytes] = {}
+        self.session_safe: dict[str, Callable[[], int]] = {}  # session -> until when (virtual) its agent believes in it
+
+    # ---- the one history
+
+    def applied(self, host: str, index: int, batch: list[Applied]) -> None:
+        encoded = zlib.crc32(msgspec.msgpack.encode([(result, list(events)) for _, result, events in batch]))
+        known = self._entries.get(index)
+        if known is not None:
+            if known != encoded:
+                self._checkers.violation("digest", host, f"entry {index} had other results or events elsewhere")
+            return
+        self._entries[index] = encoded
+        for request, result, events in batch:
+            for event in events:
+                self._event(host, event)
+            self._request(host, request, result, events)
+
+    def _event(self, host: str, event: Event) -> None:
+        if event.revision != self._revision + 1:
+            self._checkers.violation("revision", host, f"{event.revision} after {self._revision}")
+        self._revision = event.revision
+        self._world.detail(
+            host, f"event {event.revision} {event.kind.name} {event.subject} {event.session} {event.waiter} token {event.token}"
+        )
+        if event.kind is Kind.LEASE_GRANTED:
+            self._granted(host, event)
+        elif event.kind in (Kind.SESSION_EXPIRED, Kind.SESSION_CLOSED):
+            self._session_ended(host, event)
+        elif event.kind is Kind.RECORD_COMPLETED:
+            if event.subject in self._completed:
+                self._checkers.violation("completed-twice", host, f"{event.subject} in attempt {event.attempt}")
+            self._completed[event.subject] = (event.attempt, b"")
+        elif event.kind is Kind.RECORD_FORGOTTEN:
+            self._completed.pop(event.subject, None)
+            for place in [place for place in self._begun if place[0] == event.subject]:
+                del self._begun[place]
+        elif event.kind is Kind.RECORD_BEGUN:
+            owner = self._begun.setdefault((event.subject, event.attempt), event.session)
+            if owner != event.session:
+                text = f"attempt {event.attempt} at {event.subject} was given to {owner} and to {event.session}"
+                self._checkers.violation("begun-twice", host, text)
+
+    def _granted(self, host: str, event: Event) -> None:
+        last = self._tokens.get(event.subject, 0)
+        if event.token <= last:
+            self._checkers.violation("token", host, f"{event.subject}: token {event.token} after {last}")
+        self._tokens[event.subject] = event.token
+        if event.session in self._ended_sessions:
+            self._checkers.violation("granted-to-dead", host, f"{event.subject} to {event.session}, which has ended")
+        if event.waiter and (event.session, event.waiter) in self._cancelled:
+            text = f"{event.subject} to {event.waiter} of {event.session}, which had given up"
+            self._checkers.violation("granted-to-dead", host, text)
+
+    def _session_ended(self, host: str, event: Event) -> None:
+        self._ended_sessions[event.session] = event.kind.name
+        safe_us = self.session_safe.get(event.session)
+        if safe_us is not None and event.kind is Kind.SESSION_EXPIRED and safe_us() > self._world.now_us:
+            text = f"{event.session} expires, its agent relies on it for {(safe_us() - self._world.now_us) // 1000} ms more"
+            self._checkers.violation("expired-early", host, text)
+
+    def _request(self, host: str, request: Request, result: Result, events: Sequence[Event]) -> None:
+        command, key = request.command, request.key
+        if isinstance(command, CancelWait) and not isinstance(result, Refused):
+            self._cancelled[command.session, command.waiter] = True
+        if key is None or not _took_effect(command, result, events):
+            return
+        self._world.detail(host, f"request {key.name} takes effect: {type(command).__name__}")
+        count = self._executed[key.name] = self._executed.get(key.name, 0) + 1
+        if count > 1:
+            self._checkers.violation("applied-twice", host, f"request {key.name}: {type(command).__name__}")
+        if key.name in self._never:
+            text = f"request {key.name} took effect after {self._never[key.name]} was told that it never would"
+            self._checkers.violation("definite-but-happened", host, text)
+
+    def forgotten(self, name: str) -> None:
+        """A cancelled request is a fresh try when it comes again."""
+        self._executed.pop(name, None)
+
+    # ---- what agents are told
+
+    def told_never(self, agent: str, name: str) -> None:
+        self._never[name] = agent
+        if name in self._executed:
+            text = f"{agent} is told that request {name} never happened, but it did"
+            self._checkers.violation("definite-but-happened", agent, text)
+
+    def told_completed(self, agent: str, key: str, result: bytes) -> None:
+        known = self.told_complete.setdefault(key, result)
+        if known != result:
+            self._checkers.violation("completed-twice", agent, f"{key} completed with {known!r} and with {result!r}")
+
+    # ---- what agents believe
+
+    def believe(self, lease: str, belief: Belief) -> None:
+        """From now on this agent acts as the holder. Nobody else may."""
+        self._world.detail(belief.agent, f"holds {lease} (token {belief.token}) until {belief.until_us / 1e6:.6f}")
+        now_us = self._world.now_us
+        others = [each for each in self.beliefs.get(lease, []) if each.until_us > now_us and each.agent != belief.agent]
+        for other in others:
+            text = f"{lease}: {belief.agent} (token {belief.token}) and {other.agent} (token {other.token}) both hold it"
+            self._checkers.violation("two-holders", belief.agent, text)
+        self.beliefs[lease] = [*others, belief]
+
+    def disbelieve(self, lease: str, agent: str) -> None:
+        self._world.detail(agent, f"no longer holds {lease}")
+        self.beliefs[lease] = [each for each in self.beliefs.get(lease, []) if each.agent != agent]
+
+
+def _took_effect(command: Command, result: Result, events: Sequence[Event]) -> bool:
+    """Whether this very apply did something for the request (a repeat is answered from memory and does nothing)."""
+    if isinstance(result, Refused):
+        return False
+    if isinstance(command, OpenSession):
+        return any(event.kind is Kind.SESSION_OPENED for event in events)
+    if isinstance(command, AcquireLease):
+        kind = Kind.LEASE_WAITING if isinstance(result, LeaseQueued) else Kind.LEASE_GRANTED
+        return any(
+            event.kind is kind and event.subject == command.name and event.waiter == command.waiter for event in events
+        )
+    if isinstance(command, BeginRecord):
+        return any(event.kind is Kind.RECORD_BEGUN and event.subject == command.key for event in events)
+    if isinstance(command, CompleteRecord):
+        return any(event.kind is Kind.RECORD_COMPLETED and event.subject == command.key for event in events)
+    return False
+
+
+class ObservedMachine(Machine):
+    """The product's machine, reporting each request it applies."""
+
+    def __init__(self) -> None:
+        self.batch: list[Applied] = []
+        super().__init__(_LIMITS)
+
+    def apply(self, stamp: Stamp, request: Request) -> tuple[Result, Sequence[Event]]:
+        result, events = super().apply(stamp, request)
+        self.batch.append((request, result, events))
+        return result, events
+
+
+class ObservedProposer(Proposer):
+    """The product's proposer, reporting what the node asks of it."""
+
+    observed: CoreProcess
+
+    def apply(self, index: int, payload: bytes) -> None:
+        super().apply(index, payload)
+        self.observed.applied(index, payload)
+
+    def role_changed(self, role: Role, term: int, leader: str | None) -> None:
+        self.observed.role_changed(role, term)
+        super().role_changed(role, term, leader)
+
+
+class CoreProcess:
+    """One simulated sidecar without its gRPC shell: node, proposer, machine."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._world = host.world
+        self.machine = ObservedMachine()
+        self._applied_index = 0
+        self._runner = stops_on_store_errors(lambda: NodeRunner(host, self._application))
+        self._node = self._runner.node
+        self._poll_number = 0
+        self.proposer.attach(self._node, self._runner.wake, self._schedule)
+        self.proposer.subscribe(self._events, self._gap)
+        self.listeners: dict[str, Callable[[Event | None], None]] = {}  # session -> who hears of its events; None: a gap
+
+    def _application(self, store: SimLogStore) -> ObservedProposer:
+        settings = ProposerSettings(entry_bytes_max=entry_bytes_max(self._world.shape.append_bytes_max))
+        self.proposer = ObservedProposer(
+            self.machine, self._host.clock, self._host.name, store.incarnation, settings=settings
+        )
+        self.proposer.observed = self
+        self._store = store
+        return self.proposer
+
+    def _schedule(self, when_s: float) -> None:
+        self._poll_number += 1
+        number = self._poll_number
+
+        def poll() -> None:
+            if number == self._poll_number:
+                self.proposer.poll()
+
+        self._host.after(self._host.clock.until_us(when_s), poll)
+
+    def start(self) -> None:
+        self._runner.wake()
+
+    def peer_connected(self, peer: str) -> None:
+        self._node.peer_connected(peer)
+
+    def peer_disconnected(self, peer: str, reset: bool) -> None:
+        self._node.peer_disconnected(peer, reset=reset)
+
+    def frame_received(self, peer: str, frame: object) -> None:
+        assert isinstance(frame, bytes)
+        self._node.frame_received(peer, frame)
+
+    # ---- what the checkers see
+
+    def applied(self, index: int, payload: bytes) -> None:
+        image = self._store.image
+        entry = image.entries[index - image.entries[0].index]
+        digest = self.proposer.digest() if index % _DIGEST_EVERY == 0 else None
+        self._world.checkers.applied(self._host.name, index, entry.term, image.term, payload, digest)
+        self._applied_index = index
+        batch, self.machine.batch = self.machine.batch, []
+        self._world.ledger.applied(self._host.name, index, batch)
+
+    def role_changed(self, role: Role, term: int) -> None:
+        if role is Role.LEADER:
+            self._world.checkers.leads(self._host.name, term, self._store.image)
+
+    # ---- what agents ask for
+
+    def submit(self, command: Command, key: RequestKey | None, timeout_ms: int, done: Done) -> None:
+        def answered(outcome: Result | Failed) -> None:
+            if not isinstance(outcome, Failed | Refused):
+                self._world.checkers.acks += 1
+                self._world.checkers.known(getattr(outcome, "revision", 0))
+                check_copies(self._world, self._host.name, self._applied_index)
+            done(outcome)
+
+        self.proposer.submit(command, answered, timeout_ms=timeout_ms, key=key)
+
+    def renew(self, session: str, connection: str, timeout_ms: int, done: Done) -> None:
+        self.proposer.renew(session, done, timeout_ms=timeout_ms, connection=connection)
+
+    def _events(self, events: Sequence[Event]) -> None:
+        for event in events:
+            listener = self.listeners.get(event.session)
+            if listener is not None:
+                listener(event)
+
+    def _gap(self) -> None:
+        for listener in list(self.listeners.values()):
+            listener(None)
+
+    # ---- what the simulation asks of any process
+
+    def propose(self, command: int, done: Callable[[str], None]) -> None:
+        probe = OpenSession(tenant=TENANT, suffix="probe", agent=f"probe-{command}", ttl_ms=3_600_000)
+        key = RequestKey(tenant=TENANT, origin="", name=f"probe-{command}")
+        self.submit(probe, key, 2_000, lambda outcome: done("unknown" if isinstance(outcome, Failed) else "acked"))
+
+    def read(self, done: Callable[[int | None], None]) -> None:
+        self._node.read_barrier(lambda current: done(self.machine.revision if current else None))
+        self._runner.wake()
+
+    def applied_index(self) -> int:
+        return self._node.status().applied_index
+
+    def digest(self) -> str:
+        return self.proposer.digest()
+
+    def holds(self, command: int) -> bool:
+        return any(row.agent == f"probe-{command}" for row in self.machine.sessions(TENANT, "", 1_000))
+
+    def leftovers(self) -> dict[str, int]:
+        """What is left of agents: the probes' own sessions live on, and hold nothing."""
+        counts = self.machine.counts()
+        probes = sum(1 for row in self.machine.sessions(TENANT, "", 1_000) if row.agent.startswith("probe-"))
+        left = {name: counts[name] for name in ("holders", "waiters")} | {"sessions": counts["sessions"] - probes}
+        return {name: count for name, count in left.items() if count}
+
+    def is_leader(self) -> bool:
+        return self._node.is_leader()
+
+    def transfer(self, to: str) -> None:
+        self._node.transfer_leadership(to, lambda _: None)
+        self._runner.wake()
+
+    def snapshot(self) -> None:
+        self._node.take_snapshot(lambda *_: None)
+        self._runner.wake()
+
+
+def is_expired(result: Result) -> bool:
+    return isinstance(result, Refused) and result.reason is Reason.EXPIRED_REQUEST
+
+
+def token_of(result: object) -> int:
+    return result.token if isinstance(result, LeaseGranted) else 0
