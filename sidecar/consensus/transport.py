@@ -37,7 +37,7 @@ import random
 import socket
 import ssl
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import msgspec
@@ -156,12 +156,12 @@ class _Connection(asyncio.Protocol):
     # -- from asyncio --------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's TLS transport is an asyncio.Transport in all but name.
+        self.transport = cast(asyncio.Transport, transport)
         if self.dead:
-            transport.abort()
+            self.transport.abort()
             return
-        transport.set_write_buffer_limits(high=_WRITE_BYTES)
+        self.transport.set_write_buffer_limits(high=_WRITE_BYTES)
         if self.dialed is None:
             self.owner.introduce(self, self.nonce)
 
