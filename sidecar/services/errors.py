@@ -32,9 +32,9 @@ Code = grpc.StatusCode
 DOMAIN = "tenure"
 DETAILS_KEY = "grpc-status-details-bin"
 # Facts travel in the trailing metadata, which gRPC bounds to 8 KiB by default.
-FACT_BYTES_MAX = 256
-FACTS_MAX = 12
-MESSAGE_BYTES_MAX = 1_024
+FACT_BYTES_MAX = 128
+FACTS_MAX = 10
+MESSAGE_BYTES_MAX = 512
 
 
 @unique
@@ -117,7 +117,7 @@ REASONS: Mapping[Reason, Row] = {
     Reason.REQUEST_ID_REUSED: _row(Code.INVALID_ARGUMENT, "This request id was used with another body. Every distinct request needs its own id."),
     Reason.REQUEST_FORGOTTEN: _row(Code.FAILED_PRECONDITION, "The client has acknowledged this operation id, so its outcome is forgotten. Ids only grow."),
     Reason.REQUESTS_FULL: _row(Code.RESOURCE_EXHAUSTED, "The cluster remembers as many requests as it may. Acknowledge operations, slow down.", retry_ms=1_000),
-    Reason.INVALID_COMMAND: _row(Code.INVALID_ARGUMENT, "The request is out of bounds. (Usually found before it reaches the cluster, and told in more detail.)"),
+    Reason.INVALID_COMMAND: _row(Code.INVALID_ARGUMENT, "The request is out of bounds. Usually found before it reaches the cluster, and told in more detail."),
     Reason.SESSION_NOT_FOUND: _row(Code.NOT_FOUND, "The session never existed, has expired or was closed. What it held is lost; open a new one."),
     Reason.SESSION_FOREIGN: _row(Code.PERMISSION_DENIED, "The session belongs to another tenant."),
     Reason.SESSIONS_FULL: _row(Code.RESOURCE_EXHAUSTED, "The limit of sessions (of the cluster or the tenant) is reached.", retry_ms=5_000),
