@@ -65,7 +65,7 @@ class DevCluster:
         """Start everything. Nodes come up while this returns; ``Observer`` tells when they are ready."""
         from sidecar import certs
 
-        certs.write_development_certificates(self.folder.certificates, NODES)
+        certs.write_development_certificates(self.folder.certificates, NODES, CLUSTER_ID)
         await self.mesh.start()
         for process in (*self.nodes.values(), *self.agents.values()):
             await process.start()

@@ -64,6 +64,7 @@ class Link:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
+        self._socket.close()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)

@@ -17,24 +17,23 @@ from sidecar.dev.cluster import LEASE, DevCluster, agent_of
 from sidecar.dev.observer import Observed
 from sidecar.dev.orders import describe
 
-KEYS = (
-    "[b]k[/] kill the leader  [b]h[/] kill the holder  [b]p[/] cut the leader off  [b]e[/] heal  "
-    "[b]r[/] restart dead nodes  [b]q[/] quit"
-)
+KEYS = "[b]k[/] kill leader  [b]h[/] kill holder  [b]p[/] cut leader off  [b]e[/] heal  [b]r[/] restart  [b]q[/] quit"
 # Panels that need a fixed number of lines: title and border included.
-NODES_LINES, WORK_LINES, NOTES_LINES, KEYS_LINES = 7, 6, 7, 3
+NODES_LINES, WORK_LINES, KEYS_LINES = 6, 6, 3
 
 
 def screen(cluster: DevCluster, seen: Observed, height: int) -> RenderableType:
     """Everything at a glance, for a terminal of ``height`` lines."""
     facts = describe(cluster, seen)
-    events_lines = max(3, height - NODES_LINES - WORK_LINES - NOTES_LINES - KEYS_LINES)
+    rest = height - NODES_LINES - WORK_LINES - KEYS_LINES
+    notes_lines = max(3, min(7, rest // 3))
+    events_lines = max(3, rest - notes_lines)
     layout = Layout()
     layout.split_column(
         box("nodes and the agents beside them", nodes_table(facts, seen), NODES_LINES),
         box(f"the job '{LEASE}'", work(facts), WORK_LINES),
         box("events of the cluster", events(seen, events_lines - 2), events_lines),
-        box("what was done to it", notes(seen, NOTES_LINES - 2), NOTES_LINES),
+        box("what was done to it", notes(seen, notes_lines - 2), notes_lines),
         box("keys", Text.from_markup(KEYS), KEYS_LINES),
     )
     return layout
@@ -46,7 +45,7 @@ def box(title: str, content: RenderableType, lines: int) -> Layout:
 
 def nodes_table(facts: dict[str, Any], seen: Observed) -> Table:
     table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
-    for heading in ("node", "role", "term", "applied", "health", "links", "agent", "session", "metrics"):
+    for heading in ("node", "role", "term", "applied", "health", "links", "agent", "session"):
         table.add_column(heading, no_wrap=True)
     sessions = {session.info.agent: session for session in seen.sessions}
     running = {agent["name"]: agent["running"] for agent in facts["agents"]}
@@ -59,10 +58,9 @@ def nodes_table(facts: dict[str, Any], seen: Observed) -> Table:
             str(node["term"] or "-"),
             str(node["applied"] or "-"),
             good_or_bad(node["health"], node["health"] == "ready"),
-            good_or_bad(f"cut off ({node['cut_off']})" if node["cut_off"] else "whole", not node["cut_off"]),
+            good_or_bad(f"cut ({node['cut_off']})" if node["cut_off"] else "whole", not node["cut_off"]),
             agent_cell(agent, running[agent], agent == facts["holder"]),
-            f"{session.remaining_ms / 1000:.1f} s left" if session else "-",
-            f"{facts['http'][name]}/metrics",
+            f"{session.remaining_ms / 1000:.1f} s" if session else "-",
         )
     return table
 
