@@ -71,7 +71,7 @@ class Notices:
 
     def _committed(self, events: Sequence[Event]) -> None:
         for event in events:
-            if event.waiter:
+            if event.waiter and event.kind is not Kind.LEASE_WAITING:  # that it is in line, the caller knows
                 self.waiters.tell(event.waiter, event)
             if event.kind in _OF_LEASES:
                 self.leases.tell((event.tenant, event.subject), event)
