@@ -77,7 +77,9 @@ def configure(level: str, form: str, stream: TextIO | None = None) -> None:
     if form == "json":
         render += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        render += [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+        # The plain form: the decorated one prints the variables of every frame, and with them what agents sent.
+        plain = structlog.dev.plain_traceback
+        render += [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
     handler = _DroppingHandler(stream)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=render))
     root = logging.getLogger()
