@@ -283,7 +283,19 @@ class Session:
         self.validity.attached(sent_at, session.ttl_ms, session.disconnect_grace_ms)
         self._keep_alives.due_at = sent_at + self.timing.keep_alive_ms / 1000
         self._set_safe()
+        if attached.resumed:
+            self._compare_held(attached)
         self.hooks.rearm()
+
+    def _compare_held(self, attached: session_pb2.Attached) -> None:
+        """What was lost, or was transferred here, while there was no stream to tell it on."""
+        held = {(lease.name, lease.token) for lease in attached.held}
+        if attached.held_complete:
+            for key in [key for key in self.leases if key not in held]:
+                self.leases.pop(key)._lose("lost", 0)
+        for lease in attached.held:
+            if (lease.name, lease.token) not in self.leases:
+                self.hooks.granted(self, lease.name, lease.token)
 
     def disconnected(self, at: float) -> None:
         """The stream broke, and no other carries the session."""
