@@ -144,7 +144,7 @@ def choice(value: int, field: str, names: Mapping[int, str]) -> int:
 
 def labels(value: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Ordered by name, so that equal requests have equal commands."""
-    number(len(value), "info.labels (how many)", 0, commands.LABELS_MAX)
+    number(len(value), "info.labels", 0, commands.LABELS_MAX)
     for name, content in value.items():
         identifier(name, "info.labels (name)", commands.INFO_FIELD_BYTES_MAX)
         text(content, f"info.labels[{shorten(name, 32)}]", commands.INFO_FIELD_BYTES_MAX)

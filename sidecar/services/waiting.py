@@ -97,15 +97,16 @@ class AcquireCall:
         self._command, self._key = command, key
         self._answer = Once(answer)
         self._deadline_s = self._loop.time() + timeout_ms / 1000
-        self._given_up = self._dropped = False
+        self._given_up = self._dropped = self._fresh_grant = False
         self._leave: Callable[[], None] | None = None  # set while it is in line
         self._propose()
 
     def give_up(self) -> None:
-        if not self._given_up and not self._answer.answered:
-            self._given_up = True
-            if self._leave is not None:
-                self._undo()
+        if self._given_up:
+            return
+        self._given_up = True
+        if self._leave is not None or self._fresh_grant:  # in line, or answered too late
+            self._undo()
 
     def drop(self) -> None:
         self._dropped = True
@@ -133,6 +134,7 @@ class AcquireCall:
         if self._given_up and not grant.already_held:
             self._undo()
             return
+        self._fresh_grant = not grant.already_held
         self._answer(
             lease_pb2.AcquireLeaseResponse(
                 token=grant.token, already_held=grant.already_held, ttl_ms=grant.ttl_ms, revision=grant.revision
@@ -161,6 +163,7 @@ class AcquireCall:
         elif event.kind is Kind.LEASE_GRANTED:
             session = self._proposer.machine.session(self._command.session)
             ttl_ms = session.ttl_ms if session else 0
+            self._fresh_grant = True
             self._answer(lease_pb2.AcquireLeaseResponse(token=event.token, ttl_ms=ttl_ms, revision=event.revision))
         elif event.cause == "session_ended":
             message = f"session {event.session} has ended"

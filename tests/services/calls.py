@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import pytest
+from tenure.v1 import error_pb2, lease_pb2, session_pb2
 
 from sidecar.services.errors import DETAILS_KEY
-from tenure.v1 import error_pb2, lease_pb2, session_pb2
 from tests.services.cluster import Stubs
 
 Code = grpc.StatusCode
@@ -70,9 +70,7 @@ async def acquire(
 
 
 async def release(stubs: Stubs, session: str, name: str, token: int, **fields: Any) -> None:
-    request = lease_pb2.ReleaseLeaseRequest(
-        tenant="default", name=name, session_id=session, token=token, **fields
-    )
+    request = lease_pb2.ReleaseLeaseRequest(tenant="default", name=name, session_id=session, token=token, **fields)
     await stubs.lease.ReleaseLease(request, timeout=DEADLINE_S)
 
 
@@ -152,13 +150,15 @@ class Agent:
 
     async def _read(self) -> None:
         try:
-            while (message := await self.call.read()) is not grpc.aio.EOF:
+            while isinstance(message := await self.call.read(), session_pb2.ConnectResponse):
                 async with self._news:
                     self._take(message)
                     self._news.notify_all()
             if await self.call.code() is not Code.OK:
                 raise grpc.aio.AioRpcError(
-                    await self.call.code(), trailing_metadata=await self.call.trailing_metadata(), details=await self.call.details()
+                    await self.call.code(),
+                    trailing_metadata=await self.call.trailing_metadata(),
+                    details=await self.call.details(),
                 )
         except grpc.aio.AioRpcError as error:
             self.ended = Refusal(error)

@@ -1,4 +1,4 @@
-"""Real sidecars in one process: nodes with stores on disk, peers over loopback, the services behind a gRPC server each."""
+"""Real sidecars in one process: nodes with stores on disk, peers over loopback, each behind its own gRPC server."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from tenure.v1 import cluster_pb2_grpc, dedup_pb2_grpc, lease_pb2_grpc, session_pb2_grpc, watch_pb2_grpc
 
 from sidecar.clock import SystemClock
 from sidecar.config import Settings
@@ -26,7 +27,6 @@ from sidecar.proposer import AsyncProposer, Proposer, ProposerSettings
 from sidecar.runtime import Runtime
 from sidecar.services import SERVER_OPTIONS, add_services
 from sidecar.watch import WatchHub
-from tenure.v1 import cluster_pb2_grpc, dedup_pb2_grpc, lease_pb2_grpc, session_pb2_grpc, watch_pb2_grpc
 from tests.waiting import eventually
 
 CLUSTER = "c-test"

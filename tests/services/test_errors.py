@@ -8,11 +8,11 @@ import grpc
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from hypothesis import given
 from hypothesis import strategies as st
+from tenure.v1 import error_pb2
 
 from sidecar.core.commands import Reason, Refused
 from sidecar.proposer import Failed, Failure
 from sidecar.services import errors
-from tenure.v1 import error_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 
