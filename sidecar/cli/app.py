@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from sidecar.cli import dev, serve
+from sidecar.cli import dev, leases, lock, operate, records, serve, setup
 from sidecar.cli.settings_flags import PASS_ON
 
 HELP = """Tenure: each scheduled job of an agent with N replicas runs on exactly one of them.
@@ -41,3 +41,13 @@ def tenure(
 
 app.command("serve", help=serve.HELP, context_settings=PASS_ON)(serve.serve)
 app.add_typer(dev.app, name="dev")
+app.command("status")(operate.status)
+app.command("health")(operate.health)
+app.command("lock", help=lock.HELP)(lock.lock)
+app.add_typer(leases.app, name="lease")
+app.add_typer(records.app, name="dedup")
+app.add_typer(operate.sessions, name="session")
+app.command("watch")(operate.watch)
+app.add_typer(operate.cluster, name="cluster")
+app.command("certs")(setup.certs)
+app.add_typer(setup.config, name="config")

@@ -11,6 +11,6 @@ HELP = "Run a sidecar until SIGTERM. Its settings: tenure serve --help."
 
 def serve(context: typer.Context) -> None:
     loaded = load_settings(parser("serve", "Run a sidecar until SIGTERM."), context.args)
-    from sidecar import server
+    from sidecar.server import run
 
-    raise typer.Exit(server.run(loaded))
+    raise typer.Exit(run(loaded))

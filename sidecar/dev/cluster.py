@@ -63,9 +63,9 @@ class DevCluster:
 
     async def start(self) -> None:
         """Start everything. Nodes come up while this returns; ``Observer`` tells when they are ready."""
-        from sidecar import certs
+        from sidecar.certs import write_development_certificates
 
-        certs.write_development_certificates(self.folder.certificates, NODES, CLUSTER_ID)
+        write_development_certificates(self.folder.certificates, NODES, CLUSTER_ID)
         await self.mesh.start()
         for process in (*self.nodes.values(), *self.agents.values()):
             await process.start()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,19 +10,8 @@ from tenure.v1 import cluster_pb2, lease_pb2, session_pb2, watch_pb2
 
 from sidecar.dev import view
 from sidecar.dev.checker import Tally
-from sidecar.dev.cluster import NODES, DevCluster, Pace
-from sidecar.dev.folder import Folder
+from sidecar.dev.cluster import NODES, DevCluster
 from sidecar.dev.observer import LEADER, Observed, Status
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[DevCluster]:
-    """Not started: its processes are down."""
-    cluster = DevCluster(Folder(tmp_path / "dev"), EXAMPLES, Pace(), lambda text: None)
-    yield cluster
-    await cluster.mesh.stop()
 
 
 @pytest.fixture

@@ -1,0 +1,116 @@
+"""``tenure dev`` as a process: it works, takes orders, and leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar.dev import orders
+from sidecar.dev.errors import DevError
+from sidecar.dev.folder import Folder
+from tests.waiting import eventually
+
+READY_S = 30.0
+
+
+class Dev:
+    """A development cluster in a process of its own."""
+
+    def __init__(self, state: Path, output: str = "output.txt") -> None:
+        self.state, self.folder = state, Folder(state)
+        self.output = state.with_name(output)
+        command = [sys.executable, "-m", "sidecar", "dev", "--plain", "--state-dir", str(state)]
+        with self.output.open("w") as written:
+            self.process = subprocess.Popen(command, stdout=written, stderr=written, stdin=subprocess.DEVNULL)
+        self.children: set[int] = set()
+
+    async def order(self, **order: Any) -> dict[str, Any]:
+        return await orders.send(str(self.folder.find_control_socket()), order)
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = (await self.order(order="status"))["status"]
+        self.children |= {each["pid"] for each in (*status["nodes"], *status["agents"])} - {0}
+        return status
+
+    async def working(self) -> bool:
+        """Whether all nodes are ready, somebody holds the lease, and a document has been posted."""
+        try:
+            status = await self.status()
+        except DevError:
+            assert self.process.poll() is None, self.output.read_text()
+            return False
+        ready = all(node["health"] == "ready" for node in status["nodes"])
+        return ready and bool(status["holder"]) and status["work"]["posted"] > 0
+
+    def started(self) -> bool:
+        return self.state.exists()
+
+    async def ended(self) -> None:
+        await eventually(lambda: self.process.poll() is not None, 20)
+        await eventually(lambda: not any(map(running, self.children)))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+async def dev(tmp_path: Path) -> AsyncIterator[Dev]:
+    dev = Dev(tmp_path / "dev")
+    yield dev
+    if dev.process.poll() is None:
+        dev.process.terminate()
+        await dev.ended()
+
+
+async def test_it_works_takes_orders_and_leaves_nothing_behind(dev: Dev, tmp_path: Path) -> None:
+    await eventually(dev.working, READY_S)
+    before = await dev.status()
+    assert before["sessions"] == 3
+    await dev.order(order="kill", target="holder")
+
+    async def other_holder() -> bool:
+        return bool((await dev.status())["token"] > before["token"])
+
+    await eventually(other_holder, 20)
+    await dev.order(order="kill", target="leader")
+
+    async def other_leader() -> bool:
+        status = await dev.status()
+        return bool(status["leader"]) and status["leader"] != before["leader"]
+
+    await eventually(other_leader, 20)
+    assert (await dev.order(order="restart", target="all"))["said"] == f"started {before['leader']}"
+    assert "is cut off" in (await dev.order(order="partition", target="1", one_way=False))["said"]
+    assert (await dev.order(order="heal"))["said"] == "all links are whole"
+    await eventually(dev.working, READY_S)
+    status = await dev.status()
+    dev.process.terminate()
+    await dev.ended()
+    assert dev.process.returncode == 0
+    assert (status["work"]["twice"], status["work"]["never"]) == (0, 0)
+    assert "nothing is left behind" in dev.output.read_text()
+    assert os.listdir(tmp_path) == [dev.output.name]
+
+
+async def test_a_second_cluster_in_the_same_folder_is_refused(dev: Dev) -> None:
+    await eventually(dev.started)
+    second = Dev(dev.state, output="second.txt")
+    await second.ended()
+    assert second.process.returncode == 1
+    assert f"(process {dev.process.pid}): stop it, or choose another folder" in second.output.read_text()
+
+
+async def test_nothing_survives_a_supervisor_that_is_killed(dev: Dev) -> None:
+    await eventually(dev.working, READY_S)
+    dev.process.kill()
+    await dev.ended()
