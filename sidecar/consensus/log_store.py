@@ -47,6 +47,8 @@ DISK_RESERVE_BYTES = (
 
 _APPLICATION_ID = 0x54454E55  # "TENU", so that any other SQLite file is told apart
 _CHECKPOINT_PAGES = 500  # 2 MB: a checkpoint then stalls one commit by about a millisecond, not ten
+_SQLITE_MAGIC = b"SQLite format 3\x00"
+_PAGE_BYTES = 4_096
 _DELETE_ROWS_MAX = 1_000  # compacted rows removed in one transaction: truncating 50,000 at once would stall a turn
 _ENTRY_OVERHEAD_BYTES = 48
 _WATERMARK = struct.Struct("<8sQI")
@@ -170,8 +172,7 @@ class SqliteLogStore:
             if not self._path.exists():
                 self._create()
             mark = self._read_watermark()
-            with open(self._path, "r+b"):  # a clear "permission denied" instead of SQLite's "unable to open"
-                pass
+            self._verify_head()
             self._state, self._entries, self._lowest_row = self._verify(mark)
             self._size_bytes = sum(len(entry.command) + _ENTRY_OVERHEAD_BYTES for entry in self._entries)
             self._fresh = self._never_used()
@@ -204,6 +205,7 @@ class SqliteLogStore:
         _write_new(draft, b"")  # SQLite keeps the mode (0600) of a file that exists, and gives it to the WAL
         connection = sqlite3.connect(draft, isolation_level=None)
         try:
+            connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
             connection.execute(f"PRAGMA application_id={_APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version={FORMAT}")
             connection.executescript(_SCHEMA)
@@ -240,6 +242,13 @@ class SqliteLogStore:
         if magic != _WATERMARK_MAGIC or checksum != zlib.crc32(raw[:-4]):
             raise corrupt(self._watermark_path, "its checksum is wrong")
         return int(transaction)
+
+    def _verify_head(self) -> None:
+        """Before SQLite sees the file: it removes the WAL of a database that it takes for empty."""
+        with open(self._path, "r+b") as file:  # a clear "permission denied" instead of SQLite's "unable to open"
+            head = file.read(_PAGE_BYTES)
+        if len(head) < _PAGE_BYTES or not head.startswith(_SQLITE_MAGIC):
+            raise corrupt(self._path, "it is not an SQLite file, or cut off in its first page")
 
     def _verify(self, mark: int) -> tuple[_State, list[Entry], int]:
         """Read everything through a read-only connection: it replays the WAL without writing to any file but -shm."""
@@ -307,21 +316,23 @@ class SqliteLogStore:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=0)
-        for pragma in (
-            "locking_mode=EXCLUSIVE",  # no -shm file; other programs see "database is locked"
-            "journal_mode=WAL",
-            "synchronous=FULL",
-            "secure_delete=OFF",  # on in some builds; it rewrites every freed page
-            f"wal_autocheckpoint={_CHECKPOINT_PAGES}",
-        ):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-        # What the WAL holds may be in the page cache only, if an earlier fsync failed and the process ended on it, as
-        # it has to. Writing it into the database and syncing that makes it durable before anything is built on it.
-        busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if busy:
-            raise StoreError(
-                f"{self._path}: in use by another process. What to do: stop it, then start this node again"
-            )
+        try:
+            for pragma in (
+                "locking_mode=EXCLUSIVE",  # no -shm file; other programs see "database is locked"
+                "journal_mode=WAL",
+                "synchronous=FULL",
+                "secure_delete=OFF",  # on in some builds; it rewrites every freed page
+                f"wal_autocheckpoint={_CHECKPOINT_PAGES}",
+            ):
+                connection.execute(f"PRAGMA {pragma}").fetchall()
+            # What the WAL holds may be in the page cache only, if an earlier fsync failed and the process ended on it,
+            # as it has to. Writing it into the database and syncing that makes it durable before it is built upon.
+            busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if busy:
+                raise sqlite3.OperationalError("database is locked")
+        except sqlite3.Error as error:
+            connection.close()
+            raise self._sqlite_error(error, locked=not hasattr(error, "sqlite_errorcode")) from error
         return connection
 
     def _never_used(self) -> bool:
@@ -517,7 +528,7 @@ class SqliteLogStore:
         _log.error("log store failed: %s", self._failed)
         return StoreError(self._failed)
 
-    def _sqlite_error(self, error: sqlite3.Error) -> StoreError:
+    def _sqlite_error(self, error: sqlite3.Error, *, locked: bool = False) -> StoreError:
         code = getattr(error, "sqlite_errorcode", None)
         primary = code & 0xFF if isinstance(code, int) else None
         if primary == sqlite3.SQLITE_FULL:
@@ -529,7 +540,7 @@ class SqliteLogStore:
                 f"{free_bytes} bytes free). What to do: check the disk, its quota and the rights of the folder, then "
                 f"start this node again"
             )
-        if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        if locked or primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StoreError(
                 f"{self._path}: in use by another process. What to do: stop it, then start this node again"
             )
