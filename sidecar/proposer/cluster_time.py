@@ -4,7 +4,7 @@ Rules (design, "Time"):
 
 1. A stamp is the stamp of the entry before it in the log, plus what the stamping node's own monotonic clock
    measured since it RECEIVED that entry (or stamped it itself). It received it after it was stamped, so between two
-   entries of the log cluster time never advances by more than real time did.
+   entries of the log cluster time never advances by more than real time did (but for rounding: less than 1 ms in all).
 2. A leader keeps its base through its term: rounding down to milliseconds happens once, not once per entry.
 3. Stamps never step back. After a full restart cluster time goes on from the last stamp.
 4. No wall clock is read here.
