@@ -14,7 +14,6 @@ import contextlib
 import os
 import random
 import signal
-import ssl
 import traceback
 from collections.abc import Callable, Mapping
 from enum import IntEnum, unique
@@ -24,6 +23,7 @@ import grpc
 import structlog
 import uvloop
 
+from sidecar.certs import CertificateError, PeerContexts, peer_contexts
 from sidecar.clock import SystemClock
 from sidecar.config import Loaded, Settings, split_address
 from sidecar.consensus.log_store import SqliteLogStore, disk_space
@@ -41,7 +41,6 @@ from sidecar.proposer import AsyncProposer, Proposer, ProposerSettings
 from sidecar.runtime import Runtime
 from sidecar.sampler import Sampler
 from sidecar.services import SERVER_OPTIONS, add_services
-from sidecar.tls import peer_contexts
 from sidecar.version import VERSION
 from sidecar.watch import WatchHub
 
@@ -100,7 +99,7 @@ class Sidecar:
             await self._start_grpc()
         except StoreError as error:
             raise StartError(Status.STORE, str(error)) from error
-        except (TransportError, ListenError) as error:
+        except (TransportError, ListenError, CertificateError) as error:
             raise StartError(Status.LISTEN, str(error)) from error
         self._start_sampler()
         log.info(
@@ -131,15 +130,11 @@ class Sidecar:
 
     def _open_transport(self) -> None:
         settings = self.settings
-        server_tls: ssl.SSLContext | None = None
-        client_tls: ssl.SSLContext | None = None
+        tls: PeerContexts | None = None
         if settings.peer_tls_cert and settings.peer_tls_key and settings.peer_tls_ca:
-            try:
-                files = (settings.peer_tls_cert, settings.peer_tls_key, settings.peer_tls_ca)
-                server_tls, client_tls = peer_contexts(*files)
-            except (ssl.SSLError, OSError) as error:
-                message = f"peer_tls_cert, peer_tls_key or peer_tls_ca cannot be used: {error}"
-                raise StartError(Status.LISTEN, message) from error
+            files = (settings.peer_tls_cert, settings.peer_tls_key, settings.peer_tls_ca)
+            tls = peer_contexts(*files, cluster_id=settings.cluster_id, node_id=settings.node_id)
+            self.metrics.certificate_expires.set(tls.expires.timestamp())
         self._transport = TcpPeerTransport(
             TransportSettings(
                 cluster_id=settings.cluster_id,
@@ -149,8 +144,8 @@ class Sidecar:
                 insecure=settings.peers_plaintext or not settings.peer_ids,
                 frame_bytes_max=node_settings(settings).frame_bytes_max(),
             ),
-            server_tls,
-            client_tls,
+            tls.server if tls else None,
+            tls.client if tls else None,
         )
         # A single node has nobody to listen to.
         self._peer_port = self._transport.open() if settings.peer_ids else 0

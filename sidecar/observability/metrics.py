@@ -96,6 +96,7 @@ class Metrics:
 
     def _machine(self) -> None:
         self.clock_skew = self._gauge("clock_skew_seconds", "largest difference of a peer's wall clock; 0 on followers")
+        self.certificate_expires = self._gauge("peer_certificate_expires_timestamp_seconds", "0 without a certificate")
         self.loop_lag = self._gauge("event_loop_lag_seconds", "how late the event loop ran what was due, lately")
 
     def _gauge(self, name: str, description: str) -> Gauge:
