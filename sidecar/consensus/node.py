@@ -28,6 +28,7 @@ import msgspec
 
 from sidecar.consensus.messages import (
     ENVELOPE_BYTES_MAX,
+    Append,
     Body,
     Forward,
     MalformedFrame,
@@ -187,11 +188,13 @@ class Node:
 
         self._turn: Turn | None = None
         self._failed: BaseException | None = None
-        self._promised_s = clock.monotonic_s()
+        self._began_s = self._promised_s = clock.monotonic_s()
         self._announced: tuple[Role, int, str | None] = (Role.FOLLOWER, -1, None)
         self._completions: list[Callable[[], None]] = []
         self._forwards: list[tuple[str, bytes]] = []
+        self._leader_heard_s: float | None = None  # in this turn
         self._current_s: float | None = None
+        self._overslept = False
 
         self._reads: list[_Read] = []  # not asked yet
         self._reads_confirming: deque[tuple[int, int, list[_Read]]] = deque()  # round, read index
@@ -221,11 +224,13 @@ class Node:
         if self._failed is not None:
             raise self._failed
         assert self._turn is None, "the last turn has not ended"
+        self._began_s = self._clock.monotonic_s()
         try:
             self._feed()
             self._start_reads()
             self._continue_handover()
             self._raft.tick()
+            self._note_current()
             self._finish_reads()
             self._compact_if_due()
             self._verify_incoming()
@@ -251,6 +256,7 @@ class Node:
         except BaseException as error:
             self._failed = error
             raise
+        self._overslept = self._is_late(self._began_s)
         self._promised_s = max(self.next_turn_s(), self._clock.monotonic_s())
 
     def next_turn_s(self) -> float:
@@ -261,6 +267,8 @@ class Node:
         for reads in (self._reads, *self._reads_asked.values()):
             if reads:
                 due_s = min(due_s, reads[0].deadline_s)
+        if self._reads_applying:
+            due_s = min(due_s, self._reads_applying[0][1].deadline_s)
         if self._handover is not None:
             due_s = min(due_s, self._handover.deadline_s)
         return due_s + TIMER_GRAIN_S
@@ -272,18 +280,30 @@ class Node:
 
     def _feed(self) -> None:
         """Messages before timers: after a pause, what came in meanwhile is heard before anyone is held to be silent."""
-        if self._clock.monotonic_s() > self._promised_s + self.settings.election_min_ms / 4_000:
+        if self._overslept or self._is_late(self._promised_s):
+            self._overslept = False
             self._raft.woke_late()
         while self._finished:
             self._finished.popleft()()
         inbox, self._inbox, self._inbox_bytes = self._inbox, deque(), 0
         for item in inbox:
+            if item.peer not in self.settings.peers:
+                continue  # a transport lets nobody else in
             if isinstance(item, _Frame):
                 self._receive(item)
             elif isinstance(item, _Connected):
                 self._raft.connected(item.peer)
             else:
                 self._raft.disconnected(item.peer, item.reset)
+
+    def _is_late(self, since_s: float) -> bool:
+        return self._clock.monotonic_s() - since_s > self.settings.election_min_ms / 4_000
+
+    def _note_current(self) -> None:
+        """What the leader said it had committed in this turn's messages is applied."""
+        if self._leader_heard_s is not None and self._raft.applied_index() >= self._raft.commit_index():
+            self._current_s = self._leader_heard_s
+        self._leader_heard_s = None
 
     def _receive(self, item: _Frame) -> None:
         try:
@@ -295,9 +315,8 @@ class Node:
         body = self._raft.receive(item.peer, envelope)
         if body is not None:
             self._on_message(item.peer, body)
-        leader = self._raft.leader()
-        if leader == item.peer and self._raft.applied_index() >= self._raft.commit_index():
-            self._current_s = self._clock.monotonic_s()
+        if isinstance(envelope.body, Append) and envelope.term == self._raft.term():
+            self._leader_heard_s = self._clock.monotonic_s()
 
     def _on_message(self, peer: str, body: Body) -> None:
         if isinstance(body, Forward):
@@ -492,6 +511,8 @@ class Node:
             for index, read in self._reads_applying:
                 if index <= applied or read.done is None:
                     self._end_read(read, index)
+                elif read.deadline_s < now:
+                    self._end_read(read, 0)
                 else:
                     waiting.append((index, read))
             self._reads_applying = waiting

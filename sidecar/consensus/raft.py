@@ -506,6 +506,8 @@ class Raft(_Library):
             self._align_log(meta)
             self._SyncObj__raftLastApplied = meta.index
         self._SyncObj__raftCommitIndex = StoreJournal(self.store).getRaftCommitIndex()
+        if not self.members:
+            self._SyncObj__raftElectionDeadline = -math.inf  # nobody to wait for
         for index in range(self.commit_index() + 1, self.last_index() + 1):
             self._tell_received(self.store.entry(index - self.first_index()).command)
 
@@ -863,6 +865,8 @@ class Raft(_Library):
             previous = first
             match = max(match, first)
         elif self.term_at(previous) != append.previous_term:
+            if previous <= self.commit_index():
+                raise BrokenInvariant(f"leader {peer} contradicts the committed entry {previous}")
             self._answer(peer, accepted=False, match=self.commit_index(), retry_from=self._retry_from(previous))
             return
         for offset, entry in enumerate(entries):
@@ -1174,7 +1178,8 @@ class Raft(_Library):
         ):
             logger.info("every node's log is empty: this node is a voter of the new cluster")
             self.store.set_amnesiac_term(None)
-            self._SyncObj__raftElectionDeadline = now + self.rng.random() * self.settings.election_min_s
+            wait_s = self.rng.random() * self.settings.election_min_s if self.members else -math.inf
+            self._SyncObj__raftElectionDeadline = now + wait_s
         elif now >= self._hello_due_s:
             self._hello_due_s = now + self.settings.heartbeat_s
             for peer in sorted(self.members):

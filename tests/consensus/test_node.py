@@ -186,6 +186,37 @@ def test_a_read_outlives_a_change_of_leader() -> None:
     assert results == [True]
 
 
+def test_a_read_whose_index_never_arrives_ends_too() -> None:
+    cluster = Cluster(3)
+    leader = cluster.leader()
+    reader = cluster.followers()[0]
+    cluster.run(500)
+    assert reader.node is not None
+    cluster.drop = lambda source, target, envelope: target == reader.name and isinstance(envelope.body, Append)
+    cluster.propose(b"x", leader)
+    results: list[bool] = []
+    reader.node.read_barrier(results.append)
+    cluster.run(20)
+    cluster.isolate(reader.name)
+    cluster.run(1_700)
+    assert results == [False]
+    assert reader.node._reads_count == 0
+
+
+def test_a_follower_says_how_current_its_state_is() -> None:
+    cluster = Cluster(3)
+    leader = cluster.leader()
+    follower = cluster.followers()[0]
+    assert follower.node is not None
+    for number in range(20):
+        cluster.propose(b"%d" % number, leader)  # never idle
+        cluster.run(10)
+        assert follower.node.status().leader_contact_ms <= 10
+    cluster.isolate(follower.name)
+    cluster.run(500)
+    assert 490 <= follower.node.status().leader_contact_ms <= 520
+
+
 def test_reads_are_bounded() -> None:
     cluster = Cluster(3, reads_max=10)
     cluster.leader()

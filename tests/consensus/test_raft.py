@@ -147,6 +147,14 @@ def test_c_a_contradiction_of_what_is_committed_stops_the_node() -> None:
         host.turn()
 
 
+def test_c_so_does_a_leader_whose_log_differs_before_what_it_sends() -> None:
+    _, host = lone()
+    give(host, "n2", Append(1, 0, 3, entries(1, 1)), term=1)
+    host.inject("n3", Append(3, 2, 1, entries(2)), term=2)
+    with pytest.raises(BrokenInvariant, match="contradicts the committed entry 3"):
+        host.turn()
+
+
 def test_c_the_commit_index_stays_within_what_the_message_shows_to_match() -> None:
     _, host = lone()
     give(host, "n2", Append(1, 0, 1, entries(1, 1, 1)), term=1)  # of a leader that is gone
