@@ -86,7 +86,7 @@ class Agent:
         self.call = stubs.session.Connect()
         self.attached = session_pb2.Attached()
         self.results: dict[int, session_pb2.OperationResult] = {}
-        self.answers = 0
+        self.messages = 0
         self.acks: dict[int, int] = {}
         self.pushes: list[session_pb2.Push] = []
         self.ended: Refusal | None = None
@@ -101,11 +101,15 @@ class Agent:
     async def attach(self, session: str = "", tenant: str = "default", **fields: Any) -> session_pb2.Attached:
         open_ = None if session else session_pb2.OpenSessionRequest(**fields)
         await self.send(attach=session_pb2.Attach(tenant=tenant, session_id=session, open=open_))
-        self._reader = asyncio.create_task(self._read())
+        self.listen()
         await self.until(lambda: self.over or self.session)
         if not self.session and self.ended is not None:
             raise AttachRefused(self.ended)
         return self.attached
+
+    def listen(self) -> None:
+        """Read answers from now on."""
+        self._reader = asyncio.create_task(self._read())
 
     async def send(self, **fields: Any) -> None:
         await self.call.write(session_pb2.ConnectRequest(**fields))
@@ -168,10 +172,10 @@ class Agent:
                 self._news.notify_all()
 
     def _take(self, message: session_pb2.ConnectResponse) -> None:
+        self.messages += 1
         if message.HasField("attached"):
             self.attached = message.attached
         for result in message.results:
-            self.answers += 1
             self.results[result.id] = result
         for ack in message.keep_alive_acks:
             self.acks[ack.id] = ack.ttl_ms
