@@ -33,6 +33,7 @@ _BYTES_MAX = {"fingerprint": c.FINGERPRINT_BYTES_MAX, "result": c.RESULT_BYTES_M
 _RANGE = {
     "ttl_ms": (c.TTL_MIN_MS, c.TTL_MAX_MS),
     "disconnect_grace_ms": (0, c.TTL_MAX_MS),
+    "generation": (0, 2**62),
     "capacity": (1, c.CAPACITY_MAX),
     "wait_ms": (0, c.WAIT_MAX_MS),
     "priority": (c.PRIORITY_MIN, c.PRIORITY_MAX),

@@ -112,6 +112,9 @@ class AttachSession(_Command, frozen=True, tag=12):
     session: str
     connection: str
     node: str
+    # The client counts the streams it ties to a session, from 1 for the one that opened it. An attach that was overtaken
+    # by a later one of the client is refused: it would take the session back for a stream that is gone. 0 is not ordered.
+    generation: int = 0
 
 
 class DetachSession(_Command, frozen=True, tag=13):
@@ -285,6 +288,7 @@ class Reason(IntEnum):
     SESSION_NOT_FOUND = 10  # never existed, expired or closed
     SESSION_FOREIGN = 11  # belongs to another tenant
     SESSIONS_FULL = 12
+    SESSION_TAKEN_OVER = 13  # an attach that a later stream of the same client has overtaken
     LEASE_HELD = 20
     LEASE_CAPACITY_MISMATCH = 21
     LEASES_FULL = 22

@@ -15,14 +15,15 @@ How an apply goes
   2. Everything due at or before the stamp ends: a deadline AT the stamp has passed. First what can free a lease, in
      order of deadline; at one deadline sessions go first, then waits, then lock delays; then by name. Next go records
      whose retention is over, last remembered requests. So a renewal that reaches the log behind its deadline is
-     refused, and it does not matter when, or whether, the leader proposed a tick in between.
+     refused, whether or not a tick came before it.
   3. A request with a key that was answered before gets that answer again. Else it runs once, and is remembered.
 
 Sessions
   * A session ends by closing, or when its deadline passes. A renewal, an attach: deadline = stamp + ttl. A detach cuts
     the deadline to the disconnect grace if its connection is the one that carries the session (0 ends it at once).
   * A detached session that is renewed by a unary call has its full ttl again: the sender is alive. A keepalive counts
-    only while its stream carries the session; one that was under way when its stream broke says nothing.
+    only while its stream carries the session; one that was under way when its stream broke says nothing. For the same
+    reason an attach is refused when a later stream of the same client has attached before it.
   * With a session end, in this order: its places in line, its leases in order of token (each is granted to the next
     at once), its attempts at records in order of key, and what was remembered of its stream.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 Key = tuple[str, str]
 
@@ -22,6 +23,9 @@ class SortedKeys:
 
     def __len__(self) -> int:
         return sum(map(len, self._chunks))
+
+    def __iter__(self) -> Iterator[Key]:
+        return chain.from_iterable(self._chunks)
 
     def add(self, key: Key) -> None:
         if not self._chunks:

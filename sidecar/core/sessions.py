@@ -37,6 +37,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     deadline_ms: int
     connection: str = ""
     node: str = ""
+    # Of the latest stream that carried it, as the client counts them; 0 before the first.
+    generation: int = 0
 
 
 class Sessions:
@@ -84,6 +86,7 @@ class Sessions:
             deadline_ms=context.now_ms + command.ttl_ms,
             connection=command.connection,
             node=command.node,
+            generation=1 if command.connection else 0,
         )
         self.table[session] = row
         self._order.add((row.tenant, session))
@@ -112,10 +115,20 @@ class Sessions:
         row = self.find(command.tenant, command.session)
         if isinstance(row, Refused):
             return row
+        if command.generation and command.generation < row.generation:
+            message = f"stream {command.generation} of the session was overtaken by stream {row.generation}"
+            return Refused(reason=Reason.SESSION_TAKEN_OVER, message=message)
         context = self._context
         deadline_ms = context.now_ms + row.ttl_ms
         moved = (row.connection, row.node) != (command.connection, command.node)
-        self._replace(row, replace(row, connection=command.connection, node=command.node, deadline_ms=deadline_ms))
+        attached = replace(
+            row,
+            connection=command.connection,
+            node=command.node,
+            deadline_ms=deadline_ms,
+            generation=max(row.generation, command.generation),
+        )
+        self._replace(row, attached)
         if moved:
             context.emit(Kind.SESSION_ATTACHED, row.tenant, row.session, session=row.session)
         return SessionAttached(deadline_ms=deadline_ms, ttl_ms=row.ttl_ms, revision=context.revision)

@@ -126,7 +126,10 @@ class Scenario:
 
     def read_attach(self, line: Line, tenant: str) -> c.Command:
         session, connection = line.words
-        return c.AttachSession(tenant=tenant, session=self.id(session), connection=connection, node="n2")
+        generation = line.number("generation")
+        return c.AttachSession(
+            tenant=tenant, session=self.id(session), connection=connection, node="n2", generation=generation
+        )
 
     def read_detach(self, line: Line, tenant: str) -> c.Command:
         session, connection = line.words
