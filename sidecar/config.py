@@ -38,7 +38,19 @@ SOCKET_PATH_BYTES_MAX = 100
 # Read by other programs in the same environment: the client, `tenure lock`, this loader.
 OTHER_VARIABLES = frozenset(
     f"{PREFIX}{name}"
-    for name in ("CONFIG", "ADDRESS", "TENANT", "FENCING_TOKEN", "TLS_CA", "TLS_CERT", "TLS_KEY", "AGENT", "LOG")
+    for name in (
+        "CONFIG",
+        "ADDRESS",
+        "TENANT",
+        "ACTOR",
+        "LEASE",
+        "FENCING_TOKEN",
+        "TLS_CA",
+        "TLS_CERT",
+        "TLS_KEY",
+        "AGENT",
+        "LOG",
+    )
 )
 # What Kubernetes adds to every container when a service is called "tenure" or "tenure-...".
 _SERVICE_LINK = re.compile(r"TENURE_(.+_)?(SERVICE_(HOST|PORT)(_.+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
@@ -158,28 +170,36 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
 
     # Who this is.
-    node_id: Id = Field("", description="this node, for ever; one of peers")
-    cluster_id: Id = Field("", description="the same on all nodes; stores and peers of another cluster are refused")
+    node_id: Id = Field(default="", description="this node, for ever; one of peers")
+    cluster_id: Id = Field(
+        default="", description="the same on all nodes; stores and peers of another cluster are refused"
+    )
     peers: Peers = Field(default_factory=dict, description="all voters, this one included: n1=host:port,n2=...")
-    bootstrap: bool = Field(False, description="give birth to a new cluster; ignored when this node has history")
-    data_dir: Path = Field(Path("/var/lib/tenure"), description="folder of log and snapshots")
+    bootstrap: bool = Field(
+        default=False, description="give birth to a new cluster; ignored when this node has history"
+    )
+    data_dir: Path = Field(default=Path("/var/lib/tenure"), description="folder of log and snapshots")
     # Peers.
-    peer_listen: Address = Field("", description="where peers reach this node; default: its own entry in peers")
-    insecure: bool = Field(False, description="allow plaintext between peers and for agents, on loopback only")
-    peer_tls_cert: File = Field(None, description="certificate of this node, PEM")
-    peer_tls_key: File = Field(None, description="its key, PEM")
-    peer_tls_ca: File = Field(None, description="authority that signs the nodes of this cluster, PEM")
+    peer_listen: Address = Field(default="", description="where peers reach this node; default: its own entry in peers")
+    insecure: bool = Field(default=False, description="allow plaintext between peers and for agents, on loopback only")
+    peer_tls_cert: File = Field(default=None, description="certificate of this node, PEM")
+    peer_tls_key: File = Field(default=None, description="its key, PEM")
+    peer_tls_ca: File = Field(default=None, description="authority that signs the nodes of this cluster, PEM")
     # Agents.
-    socket: str = Field("/run/tenure/tenure.sock", description="unix socket for agents; empty for none")
-    socket_mode: Mode = Field(0o660, description="octal mode of the socket")
-    socket_group: str = Field("", description="group of the socket, by name or number; empty keeps the process's own")
-    grpc_listen: Address = Field("", description="TCP address for agents; empty for none")
-    grpc_tls_cert: File = Field(None, description="certificate for grpc_listen, PEM")
-    grpc_tls_key: File = Field(None, description="its key, PEM")
-    grpc_tls_client_ca: File = Field(None, description="authority of client certificates, PEM; unset asks for none")
-    http_listen: Address = Field("127.0.0.1:8321", description="metrics and health over HTTP; empty for none")
-    tenants: Tenants = Field(("default",), description="tenants that agents may name")
-    require_deadline: bool = Field(True, description="refuse requests without a deadline")
+    socket: str = Field(default="/run/tenure/tenure.sock", description="unix socket for agents; empty for none")
+    socket_mode: Mode = Field(default=0o660, description="octal mode of the socket")
+    socket_group: str = Field(
+        default="", description="group of the socket, by name or number; empty keeps the process's own"
+    )
+    grpc_listen: Address = Field(default="", description="TCP address for agents; empty for none")
+    grpc_tls_cert: File = Field(default=None, description="certificate for grpc_listen, PEM")
+    grpc_tls_key: File = Field(default=None, description="its key, PEM")
+    grpc_tls_client_ca: File = Field(
+        default=None, description="authority of client certificates, PEM; unset asks for none"
+    )
+    http_listen: Address = Field(default="127.0.0.1:8321", description="metrics and health over HTTP; empty for none")
+    tenants: Tenants = Field(default=("default",), description="tenants that agents may name")
+    require_deadline: bool = Field(default=True, description="refuse requests without a deadline")
     # Timing.
     heartbeat_ms: int = _number(100, 10, 10_000, "between heartbeats of the leader")
     election_min_ms: int = _number(800, 50, 60_000, "silence of the leader before an election, shortest")
@@ -200,8 +220,10 @@ class Settings(BaseSettings):
     disk_reserve_bytes: int = _number(64 << 20, 0, 1 << 40, "free space below which this node takes no writes")
     # Watching over it.
     skew_max_ms: int = _number(1_000, 1, 3_600_000, "difference of wall clocks from which the leader warns")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
-    log_format: Literal["json", "console"] = Field("json", description="form of the log lines")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severity that is logged"
+    )
+    log_format: Literal["json", "console"] = Field(default="json", description="form of the log lines")
     # Bounds of the replicated state.
     limits_sessions_max: int = _limit("sessions_max")
     limits_sessions_per_tenant_max: int = _limit("sessions_per_tenant_max")

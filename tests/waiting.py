@@ -22,3 +22,11 @@ async def eventually(
             return
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what or predicate}"
         await asyncio.sleep(POLL_S)
+
+
+def wait_until(predicate: Callable[[], object], timeout_s: float = 10.0, what: str = "") -> None:
+    """``eventually`` for tests without an event loop."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what or predicate}"
+        time.sleep(POLL_S)

@@ -49,7 +49,8 @@ class Failure:
     def as_text(self) -> str:
         lines = [f"tenure: {self.message}" + (f" [{self.reason}]" if self.reason else "")]
         lines += [f"  {name}: {value}" for name, value in self.facts.items()]
-        lines.append(f"  {MEANING[self.status]}")
+        if self.status in MEANING:  # a command's own statuses say it in their message
+            lines.append(f"  {MEANING[self.status]}")
         if self.retry_delay_ms:
             lines.append(f"  trying again may help after {self.retry_delay_ms} ms")
         if self.todo:

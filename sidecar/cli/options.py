@@ -20,3 +20,7 @@ Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.00
 DEFAULT_ADDRESS = "unix:/run/tenure/tenure.sock"
 DEFAULT_TENANT = "default"
 DEFAULT_TIMEOUT_S = 5.0
+
+Limit = Annotated[int, typer.Option("--limit", min=0, help="Show at most this many; 0 shows all.")]
+Actor = Annotated[str, typer.Option("--actor", envvar=["TENURE_ACTOR", "USER"], help="Who does this; it is audited.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; it is audited.", show_default=False)]

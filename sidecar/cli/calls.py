@@ -1,0 +1,157 @@
+"""Commands that call a sidecar: the options they share, one channel, pages one after another."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
+
+import typer
+
+from sidecar.cli.failures import USAGE, CliError
+from sidecar.cli.options import DEFAULT_ADDRESS, DEFAULT_TENANT, DEFAULT_TIMEOUT_S, Address, Json, Tenant, Timeout
+
+if TYPE_CHECKING:
+    import grpc
+    import grpc.aio
+
+P = ParamSpec("P")
+T = TypeVar("T")
+PAGE_SIZE = 500
+
+TlsCa = Annotated[
+    Path | None,
+    typer.Option("--tls-ca", envvar="TENURE_TLS_CA", help="Authority of the sidecar's certificate, for host:port."),
+]
+TlsCert = Annotated[
+    Path | None, typer.Option("--tls-cert", envvar="TENURE_TLS_CERT", help="Client certificate, for host:port.")
+]
+TlsKey = Annotated[Path | None, typer.Option("--tls-key", envvar="TENURE_TLS_KEY", help="Its key.")]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The sidecar that a command calls, and how."""
+
+    json: bool
+    address: str
+    tenant: str
+    timeout: float
+    tls_ca: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+
+    @asynccontextmanager
+    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
+        """A channel to the first address that something listens at. Says what to do when nothing does."""
+        from tenure import addresses
+        from tenure.errors import ConnectError
+
+        secret = self.credentials()
+        try:
+            candidates = addresses.parse_addresses(self.address)
+            addresses.require_protected(candidates, secret, insecure=False)
+        except ValueError as error:
+            raise CliError(str(error), reason="USAGE", status=USAGE) from error
+        missing = []
+        for candidate in candidates:
+            found = await addresses.probe(candidate, self.timeout)
+            if found.listening:
+                async with addresses.open_channel(candidate, secret) as opened:
+                    yield opened
+                return
+            missing.append(found.problem)
+        raise ConnectError("; ".join(missing))
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Credentials for a TCP address; None without an authority (then plain text, which only loopback may use)."""
+        import grpc
+
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_cert and not self.tls_ca):
+            raise CliError("--tls-cert, --tls-key and --tls-ca go together", reason="USAGE", status=USAGE)
+        if self.tls_ca is None:
+            return None
+        return grpc.ssl_channel_credentials(read(self.tls_ca), read(self.tls_key), read(self.tls_cert))
+
+
+def read(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CliError(f"{path}: {error.strerror}", reason="USAGE", status=USAGE) from error
+
+
+# The options of Target, as typer wants to see them.
+SHARED = {
+    "json": (Json, False), "address": (Address, DEFAULT_ADDRESS), "tenant": (Tenant, DEFAULT_TENANT),
+    "timeout": (Timeout, DEFAULT_TIMEOUT_S), "tls_ca": (TlsCa, None), "tls_cert": (TlsCert, None),
+    "tls_key": (TlsKey, None),
+}  # fmt: skip
+
+
+def calling(function: Callable[Concatenate[Target, P], Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Makes a command of a coroutine whose first parameter is the target: its own options, and those of ``Target``."""
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        target = Target(**{name: given.pop(name) for name in SHARED})
+        work: Any = function
+        asyncio.run(work(target, **given))
+
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [inspect.Parameter(n, keyword, default=d, annotation=a) for n, (a, d) in SHARED.items()]
+    parameters = [*(parameter.replace(kind=keyword) for parameter in own), *shared]
+    del command.__wrapped__
+    typed: Any = command
+    typed.__signature__ = inspect.Signature(parameters)
+    typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def fresh_request_id() -> str:
+    """An identity for one call, so that its repeats are the same request."""
+    return f"cli-{uuid.uuid4()}"
+
+
+async def pages(
+    call: Callable[..., Awaitable[Any]], request: Any, field: str, limit: int, timeout_s: float
+) -> list[Any]:
+    """The items of a list call, page by page, at most ``limit`` (0: all)."""
+    items: list[Any] = []
+    while True:
+        request.page_size = min(PAGE_SIZE, limit - len(items)) if limit else PAGE_SIZE
+        response = await call(request, timeout=timeout_s)
+        items += getattr(response, field)
+        request.page_token = response.next_page_token
+        if not request.page_token or (limit and len(items) >= limit):
+            return items
+
+
+def as_dict(message: Any) -> dict[str, Any]:
+    """A message for ``--json``: every field, by its name in the proto; 64-bit numbers as numbers, bytes as base64."""
+    from google.protobuf.json_format import MessageToDict
+
+    value = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return _numbers(message.DESCRIPTOR, value)
+
+
+def _numbers(descriptor: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """Protobuf's JSON writes 64-bit integers as text; a program that reads ours wants numbers."""
+    for name, item in value.items():
+        field = descriptor.fields_by_name[name]
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            parts: Iterable[Any] = item if isinstance(item, list) else [item]
+            for part in parts:
+                _numbers(field.message_type, part)
+        elif field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
+            value[name] = [int(each) for each in item] if isinstance(item, list) else int(item)
+    return value
