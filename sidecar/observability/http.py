@@ -38,8 +38,8 @@ class HealthServer:
         app.add_routes(
             [
                 web.get("/metrics", self._serve_metrics),
-                web.get("/healthz", lambda _: self._answer(self._live())),
-                web.get("/readyz", lambda _: self._answer(self._ready())),
+                web.get("/healthz", self._serve_live),
+                web.get("/readyz", self._serve_ready),
             ]
         )
         runner = web.AppRunner(app, access_log=None, handle_signals=False)
@@ -61,8 +61,14 @@ class HealthServer:
     async def _serve_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": Metrics.CONTENT_TYPE})
 
+    async def _serve_live(self, _: web.Request) -> web.Response:
+        return self._answer(self._live())
+
+    async def _serve_ready(self, _: web.Request) -> web.Response:
+        return self._answer(self._ready())
+
     @staticmethod
-    async def _answer(health: Health) -> web.Response:
+    def _answer(health: Health) -> web.Response:
         status = "ok" if not health.reason else "failing"
         body = {"status": status, "reason": health.reason, **health.facts}
         text = json.dumps(body) + "\n"
