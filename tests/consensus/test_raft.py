@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -861,3 +862,16 @@ def test_two_leaders_of_one_term_stop_the_node() -> None:
     leader.inject(cluster.followers()[0].name, Append(1, 0, 1), term=leader.raft.term())
     with pytest.raises(BrokenInvariant, match="both lead term"):
         leader.turn()
+
+
+# ---- the page about it ----------------------------------------------------------------------------------------------
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "pysyncobj.md").read_text()
+    tests = "\n".join(path.read_text() for path in sorted((root / "tests").rglob("test_*.py")))
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 40
+    assert [name for name in sorted(named) if f"def {name}(" not in tests] == []
+    assert all((root / path).exists() for path in re.findall(r"`(tests/[\w/]+\.py)`", page))
