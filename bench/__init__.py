@@ -1,0 +1,1 @@
+"""Speed, measured against something in the same run: ``python -m bench``."""
