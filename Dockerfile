@@ -17,7 +17,7 @@ COPY clients/python /src/clients/python
 COPY pyproject.toml README.md LICENSE /src/
 COPY sidecar /src/sidecar
 # The environment keeps no installer: nothing in the last stage can fetch or build code.
-RUN /opt/tenure/bin/python -m pip install -q /src/clients/python /src \
+RUN /opt/tenure/bin/python -m pip install -q --use-pep517 /src/clients/python /src \
     && /opt/tenure/bin/python -m compileall -q /opt/tenure/lib \
     && rm -rf /opt/tenure/lib/python3*/site-packages/pip* /opt/tenure/lib/python3*/site-packages/setuptools* /opt/tenure/bin/pip*
 
