@@ -98,6 +98,12 @@ class Observer:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
         self._audit.close()
 
+    def raise_if_failed(self) -> None:
+        """Raises what ended the observing, which only a mistake of ours can do."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
     async def refresh(self) -> Observed:
         """Ask everything once, now."""
         statuses = await asyncio.gather(*(self._status(name) for name in NODES))

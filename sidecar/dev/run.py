@@ -97,6 +97,7 @@ async def show_lines(dev: Running, console: Console, stop: asyncio.Event) -> Non
     lines = view.Lines()
     say(console, f"three sidecars and three agents, state in {dev.folder.root}; Ctrl-C ends them all")
     while not stop.is_set() and not dev.cluster.failure():
+        dev.observer.raise_if_failed()
         for line in lines.news(dev.cluster, dev.observer.seen):
             say(console, line)
         await wait_for(stop, LINES_S)
@@ -135,6 +136,7 @@ async def show_screen(dev: Running, console: Console, stop: asyncio.Event) -> No
 
     with keyboard(pressed), Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
         while not stop.is_set() and not dev.cluster.failure():
+            dev.observer.raise_if_failed()
             live.update(view.screen(dev.cluster, dev.observer.seen, console.size.height), refresh=True)
             await wait_for(stop, FRAME_S)
     await asyncio.gather(*acts)

@@ -128,10 +128,13 @@ class Lines:
         self._noted = 0
 
     def news(self, cluster: DevCluster, seen: Observed) -> Iterator[str]:
-        facts = describe(cluster, seen)
         new = min(seen.noted - self._noted, len(seen.notes))
         yield from list(seen.notes)[len(seen.notes) - new :]
         self._noted = seen.noted
+        now = time.strftime("%H:%M:%S")
+        yield from (f"{now} {line}" for line in self._changes(describe(cluster, seen)))
+
+    def _changes(self, facts: dict[str, Any]) -> Iterator[str]:
         if self._changed("leader", (facts["leader"], facts["term"])):
             yield f"leader {facts['leader']}, term {facts['term']}" if facts["leader"] else "no leader"
         if self._changed("holder", (facts["holder"], facts["token"])):
@@ -140,7 +143,7 @@ class Lines:
         for node in facts["nodes"]:
             if self._changed(node["name"], node["health"]):
                 yield f"{node['name']}: {node['health']}"
-        if time.monotonic() - self._summary_at >= self.SUMMARY_S:
+        if facts["work"]["round"] and time.monotonic() - self._summary_at >= self.SUMMARY_S:
             self._summary_at = time.monotonic()
             counts = ", ".join(f"{name} {facts['work'][name]}" for name in ("twice", "never", "partial"))
             yield f"{progress(facts)}; {counts}; {facts['sessions']} sessions"
