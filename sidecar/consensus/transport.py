@@ -14,9 +14,11 @@ Introduction
 
 Which connection is in use
   Both sides dial while they have none. Only the senior decides, so that the two never choose differently: what it
-  welcomes is in use, and replaces what was. It welcomes every dialler that introduced itself, because a junior dials
-  only when it has no connection: what the senior still has is half open. Of its own dials it drops those that come too
-  late. The junior begins a little later than the senior, so that they rarely dial at once.
+  welcomes is in use, and replaces what was. Of its own dials it drops those that come too late. A junior that dials
+  while the senior has a connection with it has either lost that one (then the new one replaces it), or its dial and
+  the senior's welcome have crossed (then the new one is dropped). The junior's Hello tells which: it names the process
+  life of the junior and the last connection it was welcomed on. So a half-open connection is healed by the first dial,
+  and dialling at once makes nothing flap.
   A connection that is not in use any more is dead: nothing is delivered from it, and the node hears
   ``peer_disconnected`` before it hears ``peer_connected`` again.
 
@@ -100,7 +102,9 @@ class _Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
     version: int
     cluster_id: str
     node_id: str
-    nonce: bytes  # the acceptor's, given back by the dialer
+    life: bytes  # random, of this process
+    nonce: bytes  # the acceptor's, given back by the dialer; from then on the name of the connection
+    seen: bytes  # the name of the connection that was last in use with the other side, empty for none
 
 
 class _Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -126,6 +130,7 @@ class _Link:
         self.idle = asyncio.Event()  # set while there is no connection in use
         self.idle.set()
         self.hurry = asyncio.Event()
+        self.seen = b""
         self.failures = 0
 
 
@@ -140,7 +145,9 @@ class _Connection(asyncio.Protocol):
         self.dead = False
         self.in_use = False
         self.introduced = False
+        self.confirmed = False  # something came after the welcome: the junior uses it
         self.nonce = os.urandom(_NONCE_BYTES)
+        self.life = b""  # of the other side
         self.done: asyncio.Future[None] = owner.loop.create_future()  # in use, or dead
         self.deadline = owner.loop.call_later(
             owner.settings.introduction_timeout_s, owner.refuse, self, "timeout", "it took too long"
@@ -163,12 +170,13 @@ class _Connection(asyncio.Protocol):
             return
         self.transport.set_write_buffer_limits(high=_WRITE_BYTES)
         if self.dialed is None:
-            self.owner.introduce(self, self.nonce)
+            self.owner.introduce(self)
 
     def data_received(self, data: bytes) -> None:
         if self.dead:
             return
         self.received_at = self.owner.loop.time()
+        self.confirmed = self.in_use
         if self._buffer:
             self._buffer += data
             used = self._deliver(self._buffer)
@@ -219,6 +227,11 @@ class _Connection(asyncio.Protocol):
     def put(self, frame: bytes) -> None:
         self.queue += (len(frame).to_bytes(_LENGTH_BYTES, "big"), frame)
         self.queue_bytes += _LENGTH_BYTES + len(frame)
+
+    def show_life(self) -> None:
+        self.queue.append(_SIGN_OF_LIFE)
+        self.queue_bytes += _LENGTH_BYTES
+        self.flush()
 
     def flush(self) -> None:
         while self.queue and not self._paused and not self.dead and self.transport is not None:
@@ -295,6 +308,7 @@ class TcpPeerTransport:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._logged_at: dict[tuple[str, str], tuple[float, int]] = {}
+        self._life = os.urandom(_NONCE_BYTES)
         self._watch: asyncio.TimerHandle | None = None
         self._stopped = False
         self._check_settings()
@@ -558,14 +572,16 @@ class TcpPeerTransport:
 
     # -- introduction --------------------------------------------------------------------------------------------------
 
-    def introduce(self, connection: _Connection, nonce: bytes) -> None:
+    def introduce(self, connection: _Connection) -> None:
         """Send our Hello."""
         hello = _Hello(
             magic=_MAGIC,
             version=VERSION,
             cluster_id=self.settings.cluster_id,
             node_id=self.settings.node_id,
-            nonce=nonce,
+            life=self._life,
+            nonce=connection.nonce,
+            seen=connection.dialed.seen if connection.dialed is not None else b"",
         )
         connection.put(msgspec.msgpack.encode(hello))
         connection.flush()
@@ -596,16 +612,26 @@ class TcpPeerTransport:
             self.refuse(connection, *objection)
             return
         link = connection.link = self._links[hello.node_id]
-        connection.introduced = True
+        connection.introduced, connection.life, connection.nonce = True, hello.life, hello.nonce
         if connection.dialed is not None:
             if link.current is not None:  # the other side's dial was faster
                 self.drop(connection, "late", reset=False)
                 return
-            self.introduce(connection, hello.nonce)
+            self.introduce(connection)
+        elif self._senior_to(link.peer) and self._crossed(link.current, hello):
+            self.drop(connection, "late", reset=False)
+            return
         if self._senior_to(link.peer):
             connection.put(msgspec.msgpack.encode(_Welcome()))
             connection.flush()
             self._use(connection, link)
+
+    def _crossed(self, current: _Connection | None, hello: _Hello) -> bool:
+        """Whether the junior that sent this will find our welcome on the current connection, or already has."""
+        if current is None or hello.life != current.life or hello.seen == current.nonce:
+            return False
+        age_s = self.loop.time() - current.in_use_since
+        return current.confirmed or age_s < self.settings.sign_of_life_s
 
     def _objection(self, connection: _Connection, hello: _Hello) -> tuple[str, str] | None:
         """Why this introduction is refused: a reason for the counter, and words for the log."""
@@ -645,6 +671,7 @@ class TcpPeerTransport:
             self.refuse(connection, "garbage", "a welcome from a node that has no say in it")
         else:
             self._use(connection, link)
+            connection.show_life()
 
     # -- the connection in use -----------------------------------------------------------------------------------------
 
@@ -656,6 +683,7 @@ class TcpPeerTransport:
         self._strangers.pop(connection, None)
         connection.use()
         link.current = connection
+        link.seen = connection.nonce
         link.idle.clear()
         self.counters.connections += 1
         _log.info("connected to %s (%s)", link.peer, "dialled" if connection.dialed else "accepted")
@@ -703,9 +731,7 @@ class TcpPeerTransport:
                 self.drop(connection, "silent", reset=False)
                 continue
             if now - connection.sent_at >= settings.sign_of_life_s and not connection.queue:
-                connection.queue.append(_SIGN_OF_LIFE)
-                connection.queue_bytes += _LENGTH_BYTES
-                connection.flush()
+                connection.show_life()
         interval_s = settings.sign_of_life_s / 2
         self._watch = self.loop.call_later(interval_s, self._look_after, now + interval_s)
 
