@@ -55,7 +55,6 @@ class Problem(Enum):
     STREAM_PROTOCOL = "STREAM_PROTOCOL"
     STREAM_OPERATIONS_FULL = "STREAM_OPERATIONS_FULL"
     STREAM_ENDED = "STREAM_ENDED"
-    SESSION_TAKEN_OVER = "SESSION_TAKEN_OVER"
     SLOW_READER = "SLOW_READER"
     REVISION_COMPACTED = "REVISION_COMPACTED"
     REVISION_FUTURE = "REVISION_FUTURE"
@@ -98,7 +97,6 @@ PROBLEMS: Mapping[Problem, Row] = {
     Problem.STREAM_PROTOCOL: _row(Code.INVALID_ARGUMENT, "The stream broke a rule of `Connect`: attach first, once and in time; ids from 1; one body per operation. The stream ends."),
     Problem.STREAM_OPERATIONS_FULL: _row(Code.RESOURCE_EXHAUSTED, "Too many operations of this stream are unanswered. Wait for results, then send it again.", retry_ms=50),
     Problem.STREAM_ENDED: _row(Code.UNAVAILABLE, "The sidecar is closing this stream. Connect again and resume the session.", retry_ms=100),
-    Problem.SESSION_TAKEN_OVER: _row(Code.ABORTED, "Another stream has attached to this session; this one ends. Do not reconnect unless you mean to take it back."),
     Problem.SLOW_READER: _row(Code.RESOURCE_EXHAUSTED, "The reader did not keep up and was cut off. A watcher resumes from the fact `resume_revision`; an agent reconnects and resumes its session.", retry_ms=100),
     Problem.REVISION_COMPACTED: _row(Code.OUT_OF_RANGE, "Events from this revision on are no longer held. List anew, or watch from the fact `first_revision`."),
     Problem.REVISION_FUTURE: _row(Code.OUT_OF_RANGE, "The revision is larger than the cluster's next one: it comes from another cluster, or from before a restore. List anew."),
@@ -121,6 +119,7 @@ REASONS: Mapping[Reason, Row] = {
     Reason.SESSION_NOT_FOUND: _row(Code.NOT_FOUND, "The session never existed, has expired or was closed. What it held is lost; open a new one."),
     Reason.SESSION_FOREIGN: _row(Code.PERMISSION_DENIED, "The session belongs to another tenant."),
     Reason.SESSIONS_FULL: _row(Code.RESOURCE_EXHAUSTED, "The limit of sessions (of the cluster or the tenant) is reached.", retry_ms=5_000),
+    Reason.SESSION_TAKEN_OVER: _row(Code.ABORTED, "A later stream has attached to this session, so this one ends, or does not attach. Do not reconnect unless you mean to take it back."),
     Reason.LEASE_HELD: _row(Code.ALREADY_EXISTS, "Others hold all of the lease's capacity (also after waiting in line for the time asked). The facts name the holder.", retry_ms=500),
     Reason.LEASE_CAPACITY_MISMATCH: _row(Code.FAILED_PRECONDITION, "The name is in use with another capacity. All its holders and waiters must state the same one."),
     Reason.LEASES_FULL: _row(Code.RESOURCE_EXHAUSTED, "The limit of leases is reached.", retry_ms=5_000),

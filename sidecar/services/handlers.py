@@ -36,6 +36,7 @@ Serve = Callable[[Any, Context], Awaitable[None]]
 # Without a deadline (where that is allowed), and what is kept back of one to answer before the caller gives up.
 DEADLINE_DEFAULT_MS = 10_000
 ANSWER_MARGIN_MAX_MS = 50
+WRITE_MAX_S = 30.0
 
 
 class Malformed:
@@ -207,6 +208,30 @@ class Handlers:
 async def abort(context: Context, error: ApiError) -> Any:
     """End the call with the error as a rich status. Always raises."""
     await context.abort(error.code, error.message, error.trailing_metadata())
+
+
+class Writer:
+    """Sends the answers of a stream. A reader that takes none for WRITE_MAX_S is cut off, or before that by ``cut``."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._limit: asyncio.Timeout | None = None
+
+    async def write(self, message: Message, resume_revision: int) -> None:
+        """``resume_revision``: where the reader goes on when it is cut off. Should it come to that status at all, it
+        has read this message before."""
+        try:
+            async with asyncio.timeout(WRITE_MAX_S) as self._limit:
+                await self._context.write(message)
+        except TimeoutError:
+            raise problem(Problem.SLOW_READER, "the reader does not read", resume_revision=resume_revision) from None
+        finally:
+            self._limit = None
+
+    def cut(self) -> None:
+        """Wait no longer for a reader that is stuck in a message."""
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _serialize(message: Message) -> bytes:

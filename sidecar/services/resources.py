@@ -10,7 +10,7 @@ from tenure.v1 import dedup_pb2, lease_pb2, session_pb2
 from sidecar.core.events import Event
 from sidecar.services import validation as check
 from sidecar.services.errors import ApiError
-from sidecar.services.handlers import Context, Handlers
+from sidecar.services.handlers import Context, Handlers, Writer
 from sidecar.services.operations import Operations
 from sidecar.services.stream import AgentStream
 
@@ -70,13 +70,15 @@ async def _observe(runtime: Runtime, operations: Operations, tenant: str, name: 
     def noticed(_: Event | None) -> None:
         changed.set()
 
+    writer = Writer(context)
     remove = operations.notices.leases.add((tenant, name), noticed)
     try:
         await _confirmed(operations)
         while True:
             changed.clear()
             revision = runtime.proposer.machine.revision
-            await context.write(lease_pb2.ObserveLeaseResponse(lease=operations.lease(tenant, name), revision=revision))
+            response = lease_pb2.ObserveLeaseResponse(lease=operations.lease(tenant, name), revision=revision)
+            await writer.write(response, revision + 1)
             await changed.wait()
     finally:
         remove()

@@ -49,6 +49,7 @@ ATTACH_TIMEOUT_MS = 5_000
 SILENCE_MAX_S = 7.0  # clients send a keepalive at least every five seconds
 OWN_ENDS_MAX = 4_096
 HELD_MAX = 10_000
+GENERATION_MAX = 2**62
 FLUSH_MAX_S = 5.0
 
 
@@ -66,6 +67,7 @@ class AgentStream:
         self._verdict: ApiError | None = None  # how the stream ends, when not well
         self._agent_left = False
         self._session = self._tenant = ""
+        self._generation = 0
         self._ttl_s = 0.0
         self._heard_s = self._loop.time()
         # Operations under way by id: the request, and what can be given up.
@@ -125,6 +127,7 @@ class AgentStream:
 
     async def _attach(self, attach: session_pb2.Attach) -> None:
         self._tenant = check.tenant(attach.tenant, self._runtime.settings.tenants)
+        self._generation = check.number(attach.generation, "attach.generation", 0, GENERATION_MAX)
         sent_before_s = self._heard_s = self._loop.time()
         if attach.session_id:
             self._session = check.session_id(attach.session_id)
@@ -177,6 +180,7 @@ class AgentStream:
             session=self._session,
             connection=self._connection,
             node=self._runtime.settings.node_id,
+            generation=self._generation,
         )
         outcome = await self._proposer.propose(command, timeout_ms=ATTACH_TIMEOUT_MS)
         _result(outcome, commands.SessionAttached)
@@ -427,7 +431,8 @@ class AgentStream:
 
     def _taken_over(self) -> ApiError:
         message = f"another stream has attached to session {self._session}"
-        return problem(Problem.SESSION_TAKEN_OVER, message, session_id=self._session)
+        facts = (("session_id", self._session),)
+        return refused(Refused(reason=Reason.SESSION_TAKEN_OVER, message=message, facts=facts))
 
 
 _ENDING = ("release_lease", "transfer_lease")

@@ -10,7 +10,7 @@ from sidecar.core.commands import KEY_BYTES_MAX
 from sidecar.services import translate
 from sidecar.services import validation as check
 from sidecar.services.errors import ApiError, Problem, problem
-from sidecar.services.handlers import Context, Handlers
+from sidecar.services.handlers import Context, Handlers, Writer
 from sidecar.watch import (
     CompactedError,
     FutureRevisionError,
@@ -36,10 +36,12 @@ def watch_service(runtime: Runtime) -> Handlers:
             subject_prefix=check.text(request.subject_prefix, "subject_prefix", KEY_BYTES_MAX),
         )
         first = check.number(request.from_revision, "from_revision", 0, check.TOKEN_MAX)
+        writer = Writer(context)
         try:
-            async for delivery in runtime.hub.watch(first, wanted):
+            async for delivery in runtime.hub.watch(first, wanted, on_cut=writer.cut):
                 events = [translate.event(event) for event in delivery.events]
-                await context.write(watch_pb2.WatchResponse(events=events, revision=delivery.revision))
+                response = watch_pb2.WatchResponse(events=events, revision=delivery.revision)
+                await writer.write(response, delivery.revision + 1)
         except WatchError as error:
             raise _refusal(error, first) from None
         raise problem(Problem.STREAM_ENDED, "this sidecar is stopping")

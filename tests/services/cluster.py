@@ -129,8 +129,10 @@ class Stubs:
     """One channel to one sidecar, with a stub per service."""
 
     def __init__(self, address: str) -> None:
-        # A pool of its own: channels to one address would share a connection otherwise.
-        self.channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        # A pool of its own: channels to one address would share a connection otherwise. And a window that does not
+        # grow, so that it is soon full when a test does not read.
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
+        self.channel = grpc.aio.insecure_channel(address, options=options)
         self.session = session_pb2_grpc.SessionServiceStub(self.channel)
         self.lease = lease_pb2_grpc.LeaseServiceStub(self.channel)
         self.dedup = dedup_pb2_grpc.DedupServiceStub(self.channel)

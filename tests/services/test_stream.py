@@ -387,6 +387,23 @@ async def test_a_second_stream_takes_over(shared: Cluster) -> None:
             assert session_row(shared, one.session).connection
 
 
+async def test_a_late_attach_is_refused(shared: Cluster) -> None:
+    stubs = shared.stubs()
+    async with agent(stubs) as one:
+        two = Agent(shared.stubs())
+        two.listen()
+        await two.send(attach=session_pb2.Attach(tenant="default", session_id=one.session, generation=3))
+        await one.end()
+        late = Agent(shared.stubs())
+        late.listen()
+        await late.send(attach=session_pb2.Attach(tenant="default", session_id=one.session, generation=2))
+        ended = await late.end()
+        assert ended is not None
+        assert (ended.code, ended.reason, ended.definite) == (Code.ABORTED, "SESSION_TAKEN_OVER", True)
+        assert await two.acquire(1, "not/taken/over")
+        await two.hang_up()
+
+
 async def test_a_broken_stream_cuts_the_deadline(shared: Cluster) -> None:
     stubs = shared.stubs()
     async with agent(stubs, ttl_ms=60_000, disconnect_grace_ms=300) as one:

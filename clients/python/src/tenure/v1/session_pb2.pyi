@@ -426,9 +426,14 @@ class Attach(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     """Empty: open a new session from `open`. Otherwise resume this one."""
+    generation: _builtins.int
+    """Which stream of this session it is, counted by the client: 1 for the one that opens it, one more for each further stream.
+    An attach with a smaller number than an earlier one had is late, and refused: ABORTED, SESSION_TAKEN_OVER. 0: not counted.
+    """
     @_builtins.property
     def open(self) -> Global___OpenSessionRequest:
         """Required when session_id is empty; its tenant is ignored in favour of the one above."""
@@ -439,10 +444,11 @@ class Attach(_message.Message):
         tenant: _builtins.str = ...,
         session_id: _builtins.str = ...,
         open: Global___OpenSessionRequest | None = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "open", b"open", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
