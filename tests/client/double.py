@@ -226,8 +226,8 @@ class Double:
             grpc.StatusCode.ALREADY_EXISTS,
             "LEASE_HELD",
             retry_delay_ms=500,
-            holder_session_id=held.session_id,
-            current_token=str(held.token),
+            holder=held.session_id,
+            token=str(held.token),
         )
 
     def _grant(self, name: str, session: Session) -> lease_pb2.AcquireLeaseResponse:

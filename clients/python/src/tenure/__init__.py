@@ -7,6 +7,7 @@
             await write_report(fencing_token=lease.token)
 """
 
+from tenure import environment as _environment  # noqa: F401  first of all, see there
 from tenure.client import Client, connect
 from tenure.clock import now
 from tenure.dedup import (

@@ -298,7 +298,7 @@ class Client:
         return errors.LeaseHeld(
             f"{name!r} is held, or being acquired, by another task of this client",
             reason="LEASE_HELD",
-            facts={"holder_session_id": session.id, "current_token": str(token), "local": "true"},
+            facts={"holder": session.id, "token": str(token), "local": "true"},
         )
 
     def on_granted(self, callback: Callback) -> None:

@@ -431,6 +431,7 @@ class Connection:
         the call does not return a value, ``undo`` is called once: with the value if it happened all the same, with
         None if not.
         """
+        self.check_usable()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         refusals = 0
@@ -506,6 +507,7 @@ class Connection:
 
     async def unary(self, call: Callable[[grpc.aio.Channel], Awaitable[T]], *, timeout: float) -> T:
         """A plain call that is idempotent, repeated within ``timeout`` seconds while no sidecar can answer it."""
+        self.check_usable()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         refusals = 0

@@ -103,12 +103,12 @@ class LeaseHeld(Definite):
     @property
     def holder(self) -> str:
         """Session id of the holder; empty when the sidecar did not say."""
-        return self.facts.get("holder_session_id", "")
+        return self.facts.get("holder", "")
 
     @property
     def token(self) -> int:
         """The holder's fencing token; 0 when the sidecar did not say."""
-        return self._number("current_token")
+        return self._number("token")
 
 
 class StaleToken(Definite):
@@ -206,6 +206,7 @@ class LeaseLost(TenureError):
 _BY_REASON: dict[str, type[TenureError]] = {
     "SESSION_NOT_FOUND": SessionLost,
     "SESSION_FOREIGN": PermissionDenied,
+    "REVISION_FUTURE": InvalidArgument,
     "LEASE_HELD": LeaseHeld,
     "LOCK_DELAY": LeaseHeld,
     "TOKEN_STALE": StaleToken,

@@ -8,20 +8,24 @@ the children.
 
 The child shares the parent's sockets, and gRPC ends a call that is cancelled or collected with bytes on the wire. So in
 the child, inherited calls and channels are never collected and their tasks never run or get cancelled: the parent's
-stream is not disturbed.
+stream is not disturbed. gRPC's own support for forks is switched off (see environment.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import weakref
 from typing import Final
 
+from tenure.environment import FORK_SUPPORT, too_late
 from tenure.errors import ClientForkedError
 
 __all__ = ["Owner", "keep_from_child", "mark_used"]
+
+log = logging.getLogger("tenure")
 
 _generation = 0
 _used = False
@@ -59,6 +63,8 @@ def mark_used() -> None:
             "start workers with spawn (or exec), or fork before the first client is opened",
             reason="CLIENT_FORKED",
         )
+    if not _used and too_late:
+        log.info("gRPC was loaded with %s on: children of a fork may crash; set it to 0", FORK_SUPPORT)
     _used = True
 
 

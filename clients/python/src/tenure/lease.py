@@ -382,6 +382,8 @@ class LeaseContext:
         lease, task = self._lease, self.task
         assert lease is not None
         assert task is not None
+        if not lease._connection.owner.here:
+            return  # a forked child leaves the body of its parent: nothing here is its own
         # From here on nobody interrupts: the body has ended.
         lease._interrupted = None
         lease._notice_clock()

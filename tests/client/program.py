@@ -1,0 +1,215 @@
+"""Small programs that tests run as processes of their own: ``python -m tests.client.program WHAT ...``.
+
+They print one word a line when something has happened, and are killed, or end, as the test wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import tenure
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+async def hold(address: str, name: str) -> None:
+    """Holds a lease until it is killed."""
+    async with tenure.connect(address) as client, client.lease(name, wait=10) as lease:
+        say("token", lease.token)
+        await asyncio.Event().wait()
+
+
+async def begin(address: str, key: str, on_owner_loss: str) -> None:
+    """Begins an attempt and never ends it."""
+    async with tenure.connect(address) as client:
+        await client.begin(key, on_owner_loss="unknown" if on_owner_loss == "unknown" else "retry")
+        say("begun")
+        await asyncio.Event().wait()
+
+
+# ---- forks -----------------------------------------------------------------------------------------------------
+
+
+def in_child(body: Callable[[], None], *, clean_exit: bool = False) -> int:
+    """Forks; the child runs ``body`` and exits 0 when it found what it expected, 3 otherwise."""
+    pid = os.fork()
+    if pid:
+        return pid
+    signal.alarm(20)  # a child that hangs is a failure, and must not outlive the test
+    code = 3
+    try:
+        body()
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        if code or not clean_exit:
+            os._exit(code)
+    sys.exit(0)
+
+
+def reap(pid: int, within: float = 10.0) -> int:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        code = look(pid)
+        if code is not None:
+            return code
+        time.sleep(0.005)
+    return -1  # it has its own alarm
+
+
+def look(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+async def reap_async(pid: int) -> int:
+    # No thread: a pool's threads would be missing in the next child, and its loop would wait for them at its end.
+    for _ in range(2_000):
+        code = look(pid)
+        if code is not None:
+            return code
+        await asyncio.sleep(0.005)
+    return -1  # it has its own alarm
+
+
+def expect_forked(act: Callable[[], object]) -> None:
+    started = time.monotonic()
+    try:
+        act()
+    except tenure.ClientForkedError:
+        if time.monotonic() - started > 2:
+            raise AssertionError("the refusal took more than 2 s") from None
+        return
+    raise AssertionError("the inherited client could be used")
+
+
+def fork_sync(address: str, rounds: str) -> None:
+    """A parent with a synchronous client forks children that try to use it."""
+    with tenure.connect_sync(address, ttl_ms=2_000) as client, client.lease("sync", wait=10) as lease:
+
+        def child() -> None:
+            if lease.valid or lease.remaining():
+                raise AssertionError("the inherited lease is valid")
+            expect_forked(lambda: client.acquire("other"))
+            expect_forked(lease.release)
+            expect_forked(lambda: client.check("sync", lease.token))
+            expect_forked(lambda: tenure.connect_sync(address))
+            client.close()
+
+        for number in range(int(rounds)):
+            children = [in_child(child, clean_exit=number % 2 == 0) for _ in range(4)]
+            codes = [reap(pid) for pid in children]
+            if any(codes):
+                say("round", number, codes)
+                raise SystemExit(1)
+            if not lease.valid or not lease.check():
+                say("the parent lost its lease in round", number)
+                raise SystemExit(1)
+        say("token", lease.token, "session", client.session_id)
+    say("ok")
+
+
+async def fork_async(address: str, rounds: str) -> None:
+    """A parent with an asynchronous client forks from inside a coroutine, also into children that end their loop."""
+    async with tenure.connect(address, ttl_ms=2_000) as client, client.lease("async", wait=10) as lease:
+        node_session = client.session_id
+        for number in range(int(rounds)):
+            pids = []
+            for _ in range(4):
+                pid = os.fork()
+                if pid == 0:
+                    await _child_of_coroutine(client, lease, address, leave_loop=number % 2 == 0)
+                pids.append(pid)
+            codes = [await reap_async(pid) for pid in pids]
+            if any(codes):
+                say("round", number, codes)
+                raise SystemExit(1)
+            if not lease.valid or not await lease.check() or client.session_id != node_session:
+                say("the parent lost its lease in round", number)
+                raise SystemExit(1)
+        say("token", lease.token, "session", client.session_id)
+    say("ok")
+
+
+async def _child_of_coroutine(client: tenure.Client, lease: tenure.Lease, address: str, *, leave_loop: bool) -> None:
+    signal.alarm(20)
+    code = 0
+    if lease.valid:
+        code = 4
+    for act in (lambda: client.acquire("other"), lease.release, lambda: client.check("async", 1)):
+        try:
+            await act()
+            code = 5
+        except tenure.ClientForkedError:
+            pass
+    try:
+        await tenure.connect(address)
+        code = 6
+    except tenure.ClientForkedError:
+        pass
+    if leave_loop and code == 0:
+        # Ends like any program: the lease's context, the client's, and the event loop with all its tasks.
+        raise SystemExit(0)
+    os._exit(code)
+
+
+def fork_first(address: str) -> None:
+    """Children that were forked before the parent used a client connect by themselves."""
+
+    def child() -> None:
+        with tenure.connect_sync(address) as client, client.lease(f"child-{os.getpid()}") as lease:
+            if not lease.check():
+                raise AssertionError("not held")
+
+    children = [in_child(child) for _ in range(3)]
+    say(*[reap(pid) for pid in children])
+
+
+def fork_multiprocessing(address: str) -> None:
+    """A fork by multiprocessing, as workers of a server are made."""
+    with tenure.connect_sync(address) as client, client.lease("mp") as lease:
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+
+        def work() -> None:
+            try:
+                client.check("mp", lease.token)
+            except tenure.ClientForkedError:
+                queue.put("forked")
+
+        process = context.Process(target=work)
+        process.start()
+        say(queue.get())
+        process.join()
+        say("valid" if lease.check() else "stale")
+
+
+PROGRAMS: dict[str, Callable[..., object]] = {
+    "hold": hold,
+    "begin": begin,
+    "fork-sync": fork_sync,
+    "fork-async": fork_async,
+    "fork-first": fork_first,
+    "fork-multiprocessing": fork_multiprocessing,
+}
+
+
+def main() -> None:
+    program = PROGRAMS[sys.argv[1]]
+    result = program(*sys.argv[2:])
+    if asyncio.iscoroutine(result):
+        asyncio.run(result)
+
+
+if __name__ == "__main__":
+    main()
