@@ -4,13 +4,13 @@ from __future__ import annotations
 
 RETRY_DELAY_MIN_MS = 50
 RETRY_DELAY_MAX_MS = 2_000
-# With fewer proposals in flight than this, nothing is refused for being slow: a slow disk alone is no overload, and
-# only what is let through can show that things are better again.
+# With no more proposals in flight than this, nothing is refused for being slow: a slow disk or a busy machine is no
+# overload, refusing would not help, and only what is let through can show that things are better again.
 IN_FLIGHT_FREE = 64
 
 
 class Pressure:
-    """Integer milliseconds throughout; an average that follows quickly and forgets quickly."""
+    """Integer milliseconds throughout; averages that follow quickly, so that one late turn refuses nobody."""
 
     def __init__(self, latency_max_ms: int, lag_max_ms: int) -> None:
         self._latency_max_ms = latency_max_ms
@@ -24,13 +24,15 @@ class Pressure:
 
     def note_lag(self, lag_ms: int) -> None:
         """How late the event loop ran something that was due: the time that a heartbeat would be late, too."""
-        self._lag_ms = lag_ms if lag_ms > self._lag_ms else self._lag_ms + (lag_ms - self._lag_ms) // 2
+        self._lag_ms += (lag_ms - self._lag_ms) // 4
 
     def retry_delay_ms(self, in_flight: int) -> int:
         """0: new work is welcome. Otherwise when to come back."""
+        if in_flight <= IN_FLIGHT_FREE:
+            return 0
         if self._lag_ms > self._lag_max_ms:
             return self._clamp(4 * self._lag_ms)
-        if in_flight > IN_FLIGHT_FREE and self._latency_ms > self._latency_max_ms:
+        if self._latency_ms > self._latency_max_ms:
             return self._clamp(self._latency_ms)
         return 0
 

@@ -113,7 +113,7 @@ class ProposerSettings(msgspec.Struct, frozen=True, kw_only=True):
     entry_bytes_max: int = 1 << 20
     batch_items_max: int = 4_000
     forward_bytes_max: int = 256 << 10
-    leader_wait_ms: int = 1_800  # a proposal is answered NO_LEADER after this, ...
+    leader_wait_ms: int = 1_700  # a proposal is answered NO_LEADER after this, ...
     leader_grace_ms: int = 200  # ... but not before this much time without a leader has passed
     resend_ms: int = 500  # silence after which an item is forwarded again; doubled each time
     resend_max_ms: int = 4_000
