@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sidecar.consensus.node import Node
+from sidecar.consensus.ports import Clock
 from sidecar.core.commands import (
     AcquireLease,
     Command,
@@ -28,12 +29,16 @@ NEVER = float("inf")
 class Call:
     """One proposal and what came of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.outcomes: list[Outcome] = []
         self.handle = 0
+        self.took_s = 0.0
+        self._clock = clock
+        self._began_s = clock.monotonic_s() if clock else 0.0
 
     def __call__(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
+        self.took_s = self._clock.monotonic_s() - self._began_s if self._clock else 0.0
 
     @property
     def done(self) -> bool:
@@ -109,13 +114,13 @@ class ProposingHost(Host):
 
     def submit(self, command: Command, key: str = "", *, timeout_ms: int = 5_000, **kwargs: Any) -> Call:
         """With ``key``, exactly once under that request id."""
-        call = Call()
+        call = Call(self.clock)
         request = RequestKey("default", "", key) if key else None
         call.handle = self.proposer.submit(command, call, timeout_ms=timeout_ms, key=request, **kwargs)
         return call
 
     def renew(self, session: str, *, timeout_ms: int = 2_000, connection: str = "") -> Call:
-        call = Call()
+        call = Call(self.clock)
         self.proposer.renew(session, call, timeout_ms=timeout_ms, connection=connection)
         return call
 
