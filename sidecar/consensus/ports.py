@@ -126,8 +126,8 @@ class LogStore(Protocol):
 
     @property
     def amnesiac_term(self) -> int | None:
-        """Set while this node must not vote: it joined with an empty store a cluster that has history. See voting
-        rules."""
+        """The mark of a node whose store was empty: 0 until it is a voter; then, if it was admitted to a cluster with
+        history, the term of that, in which it does not vote, until a newer term begins. None for all other nodes."""
 
     @property
     def fresh(self) -> bool:

@@ -30,8 +30,8 @@ does not vote, does not stand, and what it answers does not count. It becomes a 
     One node with history is enough to prevent it, so ``bootstrap`` may stay set for ever.
 *   Admitted: after the same wait it asks its leader. The leader lets a quorum of voters echo a round that began after
     the question. So no newer leader can exist that this node's forgotten vote helped to elect, and everything it ever
-    acknowledged is in this leader's log. When it holds the leader's log up to that moment, it becomes a voter,
-    and stores that it voted for this leader: in this term it votes for no other, in older terms for nobody.
+    acknowledged is in this leader's log. When it holds the leader's log up to that moment, it becomes a voter;
+    but the mark stays, with the leader's term: up to that term it may have voted before, so it votes in newer ones.
 
 With more than a minority of stores lost nobody can be admitted, and the cluster stays without a leader: losing
 acknowledged data is a decision for a person (erase all stores, found again).
@@ -456,7 +456,12 @@ class Raft(_Library):
         return self.store.entry(position).term if 0 <= position < len(self.store) else None
 
     def is_voter(self) -> bool:
-        return self.store.amnesiac_term is None
+        """The mark in the store: 0 for an empty node, the term of its admission for a node that was, else none."""
+        return self.store.amnesiac_term != 0
+
+    def _may_vote_in(self, term: int) -> bool:
+        mark = self.store.amnesiac_term
+        return mark is None or 0 < mark < term
 
     def commits_in_own_term(self) -> bool:
         """A leader's commit index says nothing about other nodes' past until its own no-op is committed (hole h)."""
@@ -696,6 +701,9 @@ class Raft(_Library):
         if term != self.term():
             self._matched = 0
         super()._SyncObj__setCurrentTerm(term, vote)
+        mark = self.store.amnesiac_term
+        if mark is not None and 0 < mark < term:
+            self.store.set_amnesiac_term(None)
 
     def _SyncObj__setState(self, state: int) -> None:
         """Stock leaves a former leader's or candidate's deadline in the past: it would disturb its successor at
@@ -762,7 +770,7 @@ class Raft(_Library):
         ):
             self._send(peer, StaleTerm())
             return
-        if self.leads() or not self.is_voter() or self._sticks_to_leader(peer):
+        if self.leads() or not self._may_vote_in(request.candidate_term) or self._sticks_to_leader(peer):
             return
         if (request.last_term, request.last_index) < (self.last_term(), self.last_index()):
             return
@@ -801,7 +809,7 @@ class Raft(_Library):
             if not request.transfer and self._sticks_to_leader(peer):
                 return
             self._step_down(term)
-        if not self.is_voter():
+        if not self._may_vote_in(term):
             return
         if self._SyncObj__votedForNodeId == peer and not self.leads():
             self._send(peer, Vote())  # the answer was lost with its connection
@@ -1220,8 +1228,7 @@ class Raft(_Library):
         if self._standing() is not Standing.ASKING:
             return
         logger.info("admitted by %s in term %d: this node votes and counts again", peer, self.term())
-        self._SyncObj__setCurrentTerm(self.term(), peer)
-        self.store.set_amnesiac_term(None)
+        self.store.set_amnesiac_term(self.term())
         self._answering_round = 0
         self._answer(peer, accepted=True, match=self.commit_index(), retry_from=0)
 

@@ -95,12 +95,27 @@ def test_an_admitted_node_votes_only_in_newer_terms() -> None:
     cluster.lose_disk(lost.name)
     cluster.restart(lost.name)
     cluster.run_until(lambda: voter(lost))
-    assert (lost.store.term, lost.store.vote) == (leader.raft.term(), leader.name)
-    # And it takes part: without the other follower it carries commits and elections.
+    term = leader.raft.term()
+    assert (lost.store.term, lost.store.amnesiac_term) == (term, term)
     other = next(host for host in cluster.followers() if host is not lost)
+    cluster.log.clear()
+    lost.inject(other.name, VoteRequest(99, 99, True), term=term)
+    cluster.settle()
+    assert not cluster.sent(Vote)
+    cluster.crash(lost.name)
+    assert lost.store.amnesiac_term == term
+    cluster.restart(lost.name)
+    assert voter(lost)
+    cluster.run(200)
+    # And it takes part: without the other follower it carries commits and elections.
     cluster.crash(other.name)
     cluster.propose(b"x", leader)
     assert lost.application.applied == [b"x"]
+    cluster.crash(leader.name)
+    cluster.restart(other.name)
+    cluster.leader()
+    assert lost.raft.term() > term
+    assert lost.store.amnesiac_term is None
 
 
 def test_bootstrap_that_stays_set_is_harmless_when_a_disk_is_lost() -> None:
