@@ -92,6 +92,7 @@ class Agent:
         self.ended: Refusal | None = None
         self.over = False
         self._news = asyncio.Condition()
+        self._sending = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
 
     @property
@@ -112,7 +113,8 @@ class Agent:
         self._reader = asyncio.create_task(self._read())
 
     async def send(self, **fields: Any) -> None:
-        await self.call.write(session_pb2.ConnectRequest(**fields))
+        async with self._sending:  # gRPC takes one message of a stream at a time
+            await self.call.write(session_pb2.ConnectRequest(**fields))
 
     async def start(self, number: int, timeout_ms: int = 5_000, **body: Any) -> None:
         await self.send(operations=[session_pb2.Operation(id=number, timeout_ms=timeout_ms, **body)])

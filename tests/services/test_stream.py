@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,32 @@ async def test_an_acquire_that_is_given_up_at_once_holds_nothing(shared: Cluster
         again = (await one.result(3)).acquire_lease
         assert (again.token, again.already_held) == (held.token, True)
         assert not one.pushes
+
+
+async def test_random_cancellations_leave_nothing(shared: Cluster) -> None:
+    """A thousand acquires, most of them given up at some moment: in the end nobody holds and nobody waits."""
+    stubs, rng = shared.stubs(), random.Random(1)
+    async with agent(stubs) as one, agent(stubs) as two:
+
+        async def live(agent_: Agent, number: int) -> None:
+            name = f"storm/{number % 3}"
+            operation = session_pb2.Operation(
+                id=number, timeout_ms=20_000, acquire_lease=Acquire(name=name, wait_ms=rng.choice([0, 15_000]))
+            )
+            await agent_.send(operations=[operation], cancelled_ids=[number] if rng.random() < 0.2 else [])
+            if rng.random() < 0.7:
+                for _ in range(rng.randrange(20)):
+                    await asyncio.sleep(0)
+                await agent_.send(cancelled_ids=[number])
+            result = await agent_.result(number)
+            if result.HasField("acquire_lease"):
+                token = result.acquire_lease.token
+                await agent_.do(10_000 + number, release_lease=Release(name=name, token=token))
+
+        for start in range(1, 500, 50):
+            lives = [live(one, n) for n in range(start, start + 50)] + [live(two, n) for n in range(start, start + 50)]
+            await asyncio.gather(*lives)
+        await eventually(lambda: not machine(shared).leases("default", "storm/", "", 9))
 
 
 async def test_a_place_in_line_survives_the_stream(shared: Cluster) -> None:

@@ -108,6 +108,7 @@ class SessionServiceServicer:
         """The multiplexed stream: opens or resumes a session, carries many operations per message and keepalives,
         and pushes events to the holder. When it breaks, the session's deadline is cut to its disconnect grace.
         A second stream that attaches to the same session takes it over: the first ends with ABORTED, SESSION_TAKEN_OVER.
+        An agent that closes its sending side leaves: the stream ends at once, as if it had broken.
         A stream that ends because its session has ended ends with NOT_FOUND, SESSION_NOT_FOUND (or OK after close_session).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

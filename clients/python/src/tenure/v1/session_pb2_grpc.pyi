@@ -45,6 +45,7 @@ class SessionServiceStub:
     """The multiplexed stream: opens or resumes a session, carries many operations per message and keepalives,
     and pushes events to the holder. When it breaks, the session's deadline is cut to its disconnect grace.
     A second stream that attaches to the same session takes it over: the first ends with ABORTED, SESSION_TAKEN_OVER.
+    An agent that closes its sending side leaves: the stream ends at once, as if it had broken.
     A stream that ends because its session has ended ends with NOT_FOUND, SESSION_NOT_FOUND (or OK after close_session).
     """
 
@@ -65,6 +66,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """The multiplexed stream: opens or resumes a session, carries many operations per message and keepalives,
     and pushes events to the holder. When it breaks, the session's deadline is cut to its disconnect grace.
     A second stream that attaches to the same session takes it over: the first ends with ABORTED, SESSION_TAKEN_OVER.
+    An agent that closes its sending side leaves: the stream ends at once, as if it had broken.
     A stream that ends because its session has ended ends with NOT_FOUND, SESSION_NOT_FOUND (or OK after close_session).
     """
 
@@ -118,6 +120,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         """The multiplexed stream: opens or resumes a session, carries many operations per message and keepalives,
         and pushes events to the holder. When it breaks, the session's deadline is cut to its disconnect grace.
         A second stream that attaches to the same session takes it over: the first ends with ABORTED, SESSION_TAKEN_OVER.
+        An agent that closes its sending side leaves: the stream ends at once, as if it had broken.
         A stream that ends because its session has ended ends with NOT_FOUND, SESSION_NOT_FOUND (or OK after close_session).
         """
 
