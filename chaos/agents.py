@@ -74,6 +74,7 @@ class Agent:
         self._home = self._any_host()
         self._session = ""
         self._connection = ""  # of the stream; empty for a session kept by unary calls
+        self._generation = 0  # how many streams this session has had
         self._ttl_ms = 1_000
         self._safe_until_us = 0  # on the agent's own clock
         self._tokens: dict[str, int] = {}  # lease -> token: what this agent believes to hold
@@ -162,6 +163,7 @@ class Agent:
         if not isinstance(result, SessionOpened):
             raise SessionOver
         self._session, self._connection = result.session, connection
+        self._generation = 1 if connection else 0
         self._trust_from(sent_us)
         self._ledger.session_safe[self._session] = self._safe_until_virtual_us
         self._listen()
@@ -392,11 +394,10 @@ class Agent:
 
     def _spawn_attach(self) -> None:
         """Beside the main script: a new connection takes the session over."""
-        self._connection = self._new_name("stream")
+        command = self._attach_command()
         self._listen()
         life, session, connection, home = self._life, self._session, self._connection, self._home
         sent_us = self._clock.monotonic_us()
-        command = AttachSession(tenant=TENANT, session=session, connection=connection, node=home.name)
 
         def answered(outcome: Any) -> None:
             if life != self._life or connection != self._connection:
@@ -409,10 +410,21 @@ class Agent:
 
         self._send(home, lambda process, done: process.submit(command, None, _CALL_TIMEOUT_MS, done), _CALL_TIMEOUT_MS, answered)
 
+    def _attach_command(self) -> AttachSession:
+        """A new stream: the next in the client's own count, so that an attach that is overtaken cannot take it back."""
+        self._connection = self._new_name("stream")
+        self._generation += 1
+        return AttachSession(
+            tenant=TENANT,
+            session=self._session,
+            connection=self._connection,
+            node=self._home.name,
+            generation=self._generation,
+        )
+
     def _attach(self) -> Step:
         sent_us = self._clock.monotonic_us()
-        self._connection = self._new_name("stream")
-        command = AttachSession(tenant=TENANT, session=self._session, connection=self._connection, node=self._home.name)
+        command = self._attach_command()
         connection = self._connection
         result = yield from self._call(command, name="")
         if isinstance(result, SessionAttached) and connection == self._connection:

@@ -12,6 +12,7 @@ told. They know nothing of the code under test, so the library's own class is ju
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Checkers:
         self.acks = 0
         self.reads = 0
         self.elections = 0
+        self.doomed_voters: dict[str, Callable[[str], None]] = {}  # a fault that waits for a vote
         self.expected_stops: list[str] = []
         self._leaders: dict[int, str] = {}
         self._votes: dict[tuple[str, int], str] = {}
@@ -124,6 +126,9 @@ class Checkers:
             self.violation("double-vote", host, f"its term goes back from {term_before} to {term}")
         if vote is None:
             return
+        doom = self.doomed_voters.pop(host, None)
+        if doom is not None:
+            doom(host)
         known = self._votes.setdefault((host, term), vote)
         if known != vote:
             self.violation("double-vote", host, f"in term {term} for {known} and for {vote}")

@@ -230,6 +230,8 @@ class CoreProcess:
         self._world = host.world
         self.machine = ObservedMachine()
         self._applied_index = 0
+        self._asked = 0
+        self.unanswered: dict[int, str] = {}
         self._runner = stops_on_store_errors(lambda: NodeRunner(host, self._application))
         self._node = self._runner.node
         self._poll_number = 0
@@ -287,7 +289,13 @@ class CoreProcess:
     # ---- what agents ask for
 
     def submit(self, command: Command, key: RequestKey | None, timeout_ms: int, done: Done) -> None:
+        self._asked += 1
+        number = self._asked
+        self.unanswered[number] = type(command).__name__
+
         def answered(outcome: Result | Failed) -> None:
+            if self.unanswered.pop(number, None) is None:
+                self._world.checkers.violation("answered-twice", self._host.name, f"{command}: {outcome}")
             if not isinstance(outcome, Failed | Refused):
                 self._world.checkers.acks += 1
                 self._world.checkers.known(getattr(outcome, "revision", 0))
@@ -330,10 +338,11 @@ class CoreProcess:
         return any(row.agent == f"probe-{command}" for row in self.machine.sessions(TENANT, "", 1_000))
 
     def leftovers(self) -> dict[str, int]:
-        """What is left of agents: the probes' own sessions live on, and hold nothing."""
+        """What is left of agents: the probes' own sessions live on, and hold nothing. Everybody has had an answer."""
         counts = self.machine.counts()
         probes = sum(1 for row in self.machine.sessions(TENANT, "", 1_000) if row.agent.startswith("probe-"))
         left = {name: counts[name] for name in ("holders", "waiters")} | {"sessions": counts["sessions"] - probes}
+        left["unanswered"] = len(self.unanswered)
         return {name: count for name, count in left.items() if count}
 
     def is_leader(self) -> bool:

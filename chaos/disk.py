@@ -133,6 +133,12 @@ class LogVolume:
         self.durable = LogImage()
         self.queued: list[Operation] = []
         self.files: dict[str, bytes] = {}
+        self.lost: list[LogImage] = []  # what disks held that this machine has lost
+
+    def covers(self, index: int, term: int) -> bool:
+        """Whether the entry is durable here, for a voter to count on; or was, on a disk that has been lost since."""
+        held = self.durable.amnesiac_term != 0 and self.durable.covers(index, term)
+        return held or any(image.covers(index, term) for image in self.lost)
 
     def crash(self, world: World, *, power: bool) -> None:
         kept = len(self.queued) if self.ideal and not power else world.between(0, len(self.queued))
@@ -156,6 +162,7 @@ class LogVolume:
 
     def wipe(self) -> None:
         """The disk is lost: what comes back is a new, empty one."""
+        self.lost.append(self.durable)
         self.durable = LogImage()
         self.queued.clear()
         self.files.clear()

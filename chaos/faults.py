@@ -32,6 +32,7 @@ class Faults:
             "kill": self._kill,
             "kill_in_step": self._kill_in_step,
             "kill_in_snapshot": self._kill_in_snapshot,
+            "kill_voter": self._kill_voter,
             "power": self._power,
             "power_all": self._power_all,
             "slow_disk": self._slow_disk,
@@ -160,6 +161,17 @@ class Faults:
         if self._world.chance(500) and host.running and host.process is not None:
             host.enter(host.process.snapshot)
 
+    def _kill_voter(self) -> None:
+        """Right after its next vote has left: does it remember the vote when it comes back?"""
+        host = self._host()
+        self._world.note("fault", f"{host.name} will be killed right after its next vote")
+        self._world.checkers.doomed_voters[host.name] = self._kill_soon
+
+    def _kill_soon(self, name: str) -> None:
+        host = self._world.hosts[name]
+        self._world.reach("killed right after its vote")
+        host.after(self._world.between(0, 2_000), lambda: host.crash("kill -9 after a vote"))
+
     def _power(self) -> None:
         self._target().crash("power cut", power=True)
 
@@ -224,7 +236,7 @@ class Faults:
         """A disk is lost, at most a minority's at a time: not before the others have everything and it is a voter again."""
         hosts = list(self._world.hosts.values())
         volumes = [host.disk.volume for host in hosts]
-        sound = all(isinstance(volume, LogVolume) and volume.durable.amnesiac_term is None for volume in volumes)
+        sound = all(isinstance(volume, LogVolume) and volume.durable.amnesiac_term != 0 for volume in volumes)
         fresh = any(isinstance(volume, LogVolume) and not volume.durable.entries for volume in volumes)
         if len(hosts) < 3 or not sound or fresh or not self._world.checkers.acked:
             return

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, TypeVar
 from chaos.disk import LogVolume, SimLogStore, SimSnapshotStore
 from chaos.register import RegisterApplication
 from chaos.world import Host, ProcessStopped
+from sidecar.consensus.messages import Append, Vote, VoteRequest, decode
 from sidecar.consensus.node import Node, NodeSettings, Turn
 from sidecar.consensus.ports import Application, PeerEvents, Role, StoreError
 
 if TYPE_CHECKING:
     from chaos.checkers import Checkers
     from chaos.world import World
+
+
+_VOTES_ARE_SHORTER = 100  # bytes
 
 
 class SimPeerTransport:
@@ -35,9 +39,18 @@ class SimPeerTransport:
     def send(self, peer: str, frame: bytes) -> bool:
         world = self._host.world
         self._checkers.sent(self._host.name, self._store.in_doubt)
+        if len(frame) < _VOTES_ARE_SHORTER:
+            self._note_vote(peer, frame)
         if world.verbose:
             world.detail(self._host.name, f"-> {peer} {describe(frame)}")
         return world.network.send(self._host.name, peer, frame, len(frame))
+
+    def _note_vote(self, peer: str, frame: bytes) -> None:
+        envelope = decode(frame, _VOTES_ARE_SHORTER)
+        if isinstance(envelope.body, Vote):
+            self._checkers.voted(self._host.name, envelope.term, envelope.term, peer)
+        elif isinstance(envelope.body, VoteRequest):
+            self._checkers.voted(self._host.name, envelope.term, envelope.term, self._host.name)
 
     def connected(self, peer: str) -> bool:
         return self._host.world.network.connected(self._host.name, peer)
@@ -47,8 +60,6 @@ class SimPeerTransport:
 
 
 def describe(frame: bytes) -> str:
-    from sidecar.consensus.messages import Append, decode
-
     envelope = decode(frame, 1 << 30)
     body = envelope.body
     if isinstance(body, Append):
@@ -271,12 +282,12 @@ def acknowledge(world: World, host: str, command: int, index: int) -> None:
 
 
 def check_copies(world: World, host: str, index: int) -> None:
-    """At the moment a client is told, a majority of the voters has the entry on disk."""
+    """When a client is told, a majority of the voters has the entry on disk (disks lost since it was committed count)."""
     term = world.checkers.committed_term(index)
     copies = 0
     for each in world.hosts.values():
         volume = each.disk.volume
         assert isinstance(volume, LogVolume)
-        if volume.durable.amnesiac_term is None and term is not None and volume.durable.covers(index, term):
+        if term is not None and volume.covers(index, term):
             copies += 1
     world.checkers.quorum(host, index, copies, len(world.hosts))

@@ -20,6 +20,7 @@ class Shape:
 
     # network
     latency_us: Range = (200, 3_000)
+    slow_latency_us: int = 60_000  # a quarter of the runs have a network that is up to this slow
     bytes_per_us: int = 100
     link_frames_max: int = 2_000
     redial_us: Range = (20 * MILLISECOND, 800 * MILLISECOND)
@@ -56,6 +57,7 @@ class Shape:
     # the library's own class
     stock_use_batch: bool = True
     stock_redial_us: Range = (0, 5 * SECOND)
+    stock_dump_us: Range = (0, 0)  # how long its forked child writes a dump; 0: it is written at once
 
 
 NET_FAULTS = (("reset", 30), ("hold", 20), ("isolate", 12), ("one_way", 8), ("cut", 8), ("split", 6), ("pause", 12))
@@ -87,7 +89,7 @@ class Profile:
             duration_us=between(*self.seconds) * SECOND,
             faults=faults,
             clients=between(2, 6),
-            latency_us=(1_000, 60_000) if slow_net else self.shape.latency_us,
+            latency_us=(1_000, self.shape.slow_latency_us) if slow_net else self.shape.latency_us,
             stock_use_batch=rng.random() < 0.5,
             compact_entries=self.shape.compact_entries * (1, 1, 3)[between(0, 2)],
         )
@@ -149,6 +151,21 @@ PROFILES: dict[str, Profile] = {
             think_us=(2 * MILLISECOND, 30 * MILLISECOND),
         ),
         seconds=(6, 10),
+    ),
+    "elections": Profile(
+        "one election after the other: short lives of leaders and voters, slow network, short timeouts",
+        Shape(
+            faults=(("kill_voter", 60), ("kill", 40), ("power", 20), ("power_all", 4), ("isolate", 20), ("transfer", 15)),
+            gap_us=(20 * MILLISECOND, 500 * MILLISECOND),
+            down_us=(5 * MILLISECOND, 150 * MILLISECOND),
+            fault_us=(50 * MILLISECOND, 600 * MILLISECOND),
+            redial_us=(5 * MILLISECOND, 60 * MILLISECOND),
+            heartbeat_ms=40,
+            election_ms=(150, 170),
+        ),
+        nodes=(3, 3, 5),
+        stock=False,
+        seconds=(8, 12),
     ),
     "slow": Profile(
         "slow and full disks, leadership transfers",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from chaos.checkers import Checkers, Violation
@@ -213,14 +214,22 @@ class Simulation:
             self.world.checkers.violation("acked-lost", most.name, text)
 
 
-def simulate(profile_name: str, seed: int, *, stock: bool = False, verbose: bool = False) -> Outcome:
+Script = Callable[[World], None]  # plans what happens at which time, before the run begins
+
+
+def simulate(
+    profile: str | Profile, seed: int, *, stock: bool = False, verbose: bool = False, script: Script | None = None
+) -> Outcome:
     """Run one seed of a profile, to its end, whatever is found on the way."""
-    simulation = Simulation(PROFILES[profile_name], seed, stock=stock, verbose=verbose)
+    known = PROFILES[profile] if isinstance(profile, str) else profile
+    simulation = Simulation(known, seed, stock=stock, verbose=verbose)
     world = simulation.world
-    with _surroundings(stock):
+    if script is not None:
+        script(world)
+    with _quiet_logs(), _surroundings(stock):
         simulation.run()
     return Outcome(
-        profile=profile_name,
+        profile=profile if isinstance(profile, str) else "of a test",
         seed=seed,
         stock=stock,
         violations=list(world.checkers.violations.values()),
@@ -235,12 +244,24 @@ def simulate(profile_name: str, seed: int, *, stock: bool = False, verbose: bool
     )
 
 
-def _surroundings(stock: bool) -> nullcontext[None]:
+@contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Nodes under faults warn all the time; what a run came to is in its trace."""
+    logger = logging.getLogger("tenure")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _surroundings(stock: bool) -> AbstractContextManager[None]:
     if not stock:
         return nullcontext()
     from chaos.stock import library_in_the_world
 
-    return library_in_the_world()  # type: ignore[return-value]
+    return library_in_the_world()
 
 
 # ---- the command line

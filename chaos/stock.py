@@ -138,19 +138,19 @@ class JournalModel:
         change()
         self.volume.wrote()
 
-    def add(self, command: bytes, index: int, term: int) -> None:
+    def add(self, command: bytes, index: int, term: int, label: str = "journal: add") -> None:
         record = (command, index, term)
         before = self._journal[-1][2] if self._journal else None
         self._disk.world.checkers.logged(self._disk.host, index, term, command, before)
         self._journal.append(record)
-        self._write("journal: record", lambda: None)
-        self._write("journal: header", lambda: self.volume.records.append(record))
+        self._write(label, lambda: None)
+        self._write(label, lambda: self.volume.records.append(record))
 
     def clear(self) -> None:
         self._journal = []
         self._write("journal: clear", self.volume.records.clear)
 
-    def deleteEntriesFrom(self, position: int) -> None:  # noqa: N802 - the library's name
+    def deleteEntriesFrom(self, position: int) -> None:
         removed = len(self._journal) - position
         del self._journal[position:]
         while removed > 0:
@@ -163,11 +163,11 @@ class JournalModel:
 
             self._write("journal: delete from", shorten)
 
-    def deleteEntriesTo(self, position: int) -> None:  # noqa: N802 - the library's name
+    def deleteEntriesTo(self, position: int) -> None:
         rest = self._journal[position:]
         self.clear()
         for record in rest:
-            self.add(*record)
+            self.add(*record, label="journal: add again")
 
     def __getitem__(self, item: Any) -> Any:
         return self._journal[item]
@@ -178,14 +178,14 @@ class JournalModel:
     def _destroy(self) -> None:
         return
 
-    def setRaftCommitIndex(self, index: int) -> None:  # noqa: N802 - the library's name
+    def setRaftCommitIndex(self, index: int) -> None:
         self._meta["raftCommitIndex"] = index
         self._meta_saved = False
 
-    def getRaftCommitIndex(self) -> int:  # noqa: N802 - the library's name
+    def getRaftCommitIndex(self) -> int:
         return int(self._meta.get("raftCommitIndex", 1))
 
-    def setCurrentTerm(self, term: int, vote: str | None) -> None:  # noqa: N802 - the library's name
+    def setCurrentTerm(self, term: int, vote: str | None) -> None:
         self._meta["currentTerm"] = term
         self._meta["votedForNodeId"] = vote
         self._store_meta()
@@ -199,19 +199,20 @@ class JournalModel:
         self._write("journal: meta", replace)
         self._meta_saved = True
 
-    def getCurrentTerm(self) -> int:  # noqa: N802 - the library's name
+    def getCurrentTerm(self) -> int:
         return int(self._meta.get("currentTerm", 0))
 
-    def getVotedForNodeId(self) -> str | None:  # noqa: N802 - the library's name
+    def getVotedForNodeId(self) -> str | None:
         return self._meta.get("votedForNodeId")
 
-    def onOneSecondTimer(self) -> None:  # noqa: N802 - the library's name
+    def onOneSecondTimer(self) -> None:
         if not self._meta_saved:
             self._store_meta()
 
 
 class SerializerModel:
-    """The library's dump file and its transmission, without fork: written at once, reported at the next look."""
+    """The library's dump file and its transmission: written at once, or by a child that takes a while; reported at the next
+    look after that."""
 
     def __init__(self, file: str, chunk_bytes: int, *_: object) -> None:
         self._chunk_bytes = chunk_bytes
@@ -219,33 +220,44 @@ class SerializerModel:
         volume = self._disk.volume
         assert isinstance(volume, StockVolume)
         self._volume = volume
-        self._state = 0
+        self._writing: bytes | None = None
+        self._written_us = 0
         self._id: int | None = None
         self._outgoing: dict[Any, tuple[bytes, int]] = {}
         self._incoming: bytes | None = None
 
-    def checkSerializing(self) -> tuple[int, int | None]:  # noqa: N802 - the library's name
-        if self._state == 0:
+    def checkSerializing(self) -> tuple[int, int | None]:
+        if self._writing is None:
             return SERIALIZER_STATE.NOT_SERIALIZING, None
-        self._state = 0
+        if self._disk.world.now_us < self._written_us:
+            return SERIALIZER_STATE.SERIALIZING, self._id
+        self._finish()
+        self._writing = None
         self._outgoing = {}
         return SERIALIZER_STATE.SUCCESS, self._id
 
     def serialize(self, data: Any, index: int) -> None:
-        if self._state != 0:
+        if self._writing is not None:
             return
         self._id = index
-        content = library_pickle.dumps(data)
-        self._disk.step("snapshot: dump: write")
-        self._volume.dump = content
-        self._disk.step("snapshot: dump: after the rename")
-        self._state = -1
+        self._writing = library_pickle.dumps(data)
+        low_us, high_us = self._disk.world.shape.stock_dump_us
+        takes_us = self._disk.world.between(low_us, high_us) if high_us else 0
+        self._written_us = self._disk.world.now_us + takes_us
+        if not takes_us:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._volume.dump is not self._writing:
+            self._disk.step("snapshot: dump")
+            self._volume.dump = self._writing
+            self._disk.step("snapshot: after the rename")
 
     def deserialize(self) -> Any:
         return library_pickle.loads(self._volume.dump)
 
-    def getTransmissionData(self, peer: Any) -> Any:  # noqa: N802 - the library's name
-        if self._state != 0:
+    def getTransmissionData(self, peer: Any) -> Any:
+        if self._writing is not None:
             return None
         if peer not in self._outgoing:
             if self._volume.dump is None:
@@ -259,7 +271,7 @@ class SerializerModel:
             del self._outgoing[peer]
         return data, offset == 0, not data
 
-    def setTransmissionData(self, data: Any) -> bool:  # noqa: N802 - the library's name
+    def setTransmissionData(self, data: Any) -> bool:
         if data is None:
             return False
         content, first, last = data
@@ -275,7 +287,7 @@ class SerializerModel:
         self._incoming = None
         return True
 
-    def cancelTransmisstion(self, peer: Any) -> None:  # noqa: N802 - the library's name
+    def cancelTransmisstion(self, peer: Any) -> None:
         self._outgoing.pop(peer, None)
 
 
