@@ -546,13 +546,11 @@ def test_no_rights_is_said_plainly(image: Path) -> None:
     """Root may read everything, so the child gives up its rights first if it has them."""
     drop = "import os\nif os.getuid() == 0: os.setuid(65534)\n"
     program = WRITER.replace("store = ", drop + "store = ", 1)
-    for path in (image, *image.parents):
-        if path.stat().st_uid == os.getuid() and path.is_relative_to(image.parent.parent.parent):
-            path.chmod(0o711)
+    image.chmod(0o711)
     (image / "log.sqlite3").chmod(0)
     (image / "lock").chmod(0)
     child = subprocess.run(
-        [sys.executable, "-c", program, str(image), "0"], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", program, ".", "0"], cwd=image, capture_output=True, text=True, check=False, timeout=60
     )
     assert child.returncode != 0
     assert "StoreError" in child.stderr and "Permission denied" in child.stderr and "What to do" in child.stderr
