@@ -402,9 +402,10 @@ async def serve(settings: Settings) -> Status:
     sidecar = Sidecar(settings)
     running_loop = asyncio.get_running_loop()
     try:
-        await sidecar.start()
+        # Before the start: a signal that comes meanwhile ends the process in order, right after it.
         for number in (signal.SIGTERM, signal.SIGINT):
             running_loop.add_signal_handler(number, sidecar.signal, number.name)
+        await sidecar.start()
         return await sidecar.run()
     except StartError as error:
         log.critical("cannot start", status=error.status.name.lower(), error=str(error))

@@ -549,6 +549,22 @@ def test_skipped_by_a_snapshot_a_keyed_command_is_repeated_and_a_bare_one_is_unk
     assert not keyed.done and not unsent.done
 
 
+def test_an_expired_repeat_says_nothing_of_the_try_that_a_snapshot_skipped() -> None:
+    proposer, _, node, clock = proposer_alone()
+    proposer.role_changed(Role.FOLLOWER, 1, "n2")
+    call = Call()
+    proposer.submit(AttachSession(tenant="default", session="s", connection="c", node="n"), call, timeout_ms=1_000)
+    proposer.poll()
+    proposer.restore(proposer_alone()[0].capture().encode())
+    proposer.settle()
+    proposer.poll()
+    clock.now_s += 2
+    request = _request(node.forwarded[1], 2)
+    proposer.apply(9, encode_batch(Stamp(60_000, 60_000), [encode_item(Item("n1/3", 2, request))]))
+    proposer.settle()
+    assert (call.failed.failure, call.failed.definite) == (Failure.DEADLINE, False)
+
+
 def _request(frame: bytes, sequence: int) -> Request:
     for item in msgspec.msgpack.decode(frame)[1]:
         if item[1] == sequence:

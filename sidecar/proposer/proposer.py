@@ -683,7 +683,7 @@ class Proposer:
 
     def _deliver(self, pending: Pending, result: Result, now_s: float) -> None:
         expired = isinstance(result, Refused) and result.reason is Reason.EXPIRED_REQUEST
-        if expired and now_s < pending.deadline_s and not pending.maybe_applied:
+        if expired and now_s < pending.deadline_s:
             # Our estimate of cluster time was behind (this node was down, or cut off). The entry that refused it has
             # put it right.
             remaining_ms = max(1, int((pending.deadline_s - now_s) * 1000))
@@ -691,6 +691,10 @@ class Proposer:
                 pending.request, not_after_ms=self.cluster_now_ms() + remaining_ms
             )
             self._again(pending)
+            return
+        if expired and pending.maybe_applied and pending.request.key is None:
+            # True of this try only. (With a key, a try that was applied would have given its result again.)
+            self._fail(pending, self._late(definite=False))
             return
         self.pressure.note_latency(int((now_s - pending.submitted_s) * 1000))
         self._resolve(pending, result)
