@@ -285,7 +285,9 @@ class AgentStream:
 
         def done(outcome: Outcome) -> None:
             if isinstance(outcome, SessionsRenewed):
-                if not outcome.superseded:
+                if outcome.superseded:
+                    self.noticed(None)  # another stream carries the session, or none
+                else:
                     self._confirm(number, arrived_s)
             elif isinstance(outcome, Refused):
                 self._lost("expired")
