@@ -252,7 +252,7 @@ async def test_random_cancellations_leave_nothing_behind(sidecar: SidecarProcess
 
 async def test_watch_goes_on_after_a_restart_without_a_gap(sidecar: SidecarProcess) -> None:
     async with tenure.connect(sidecar.address) as client:
-        watch = client.watch(1, kinds=[tenure.EventKind.LEASE_GRANTED.value], subject_prefix="job")
+        watch = client.watch(1, kinds=[tenure.EventKind.LEASE_GRANTED], subject_prefix="job")
         await (await client.acquire("job-1")).release()
         first = await anext(watch)
         assert first.kind is tenure.EventKind.LEASE_GRANTED
@@ -469,7 +469,7 @@ async def test_a_timeout_around_an_idempotent_function_stays_a_timeout(sidecar: 
 async def test_forked_children_cannot_use_or_disturb_the_client(sidecar: SidecarProcess, kind: str) -> None:
     """G02."""
     async with tenure.connect(sidecar.address, session=False) as observer:
-        watch = observer.watch(kinds=[tenure.EventKind.SESSION_DETACHED.value, tenure.EventKind.LEASE_RELEASED.value])
+        watch = observer.watch(kinds=[tenure.EventKind.SESSION_DETACHED, tenure.EventKind.LEASE_RELEASED])
         seen: list[tenure.Event] = []
 
         async def collect() -> None:
@@ -518,7 +518,7 @@ def _synchronously(address: str) -> None:
                 client.acquire("job")
             assert [each.name for each in client.list_leases()] == ["job"]
             assert client.get_lease("job").holders[0].token == lease.token
-            events = client.watch(1, kinds=[tenure.EventKind.LEASE_GRANTED.value])
+            events = client.watch(1, kinds=[tenure.EventKind.LEASE_GRANTED])
             assert next(iter(events)).token == lease.token
             with pytest.raises(RuntimeError, match="leave the body first"):
                 client.close()

@@ -8,7 +8,7 @@
 """
 
 from tenure import environment as _environment  # noqa: F401  first of all, see there
-from tenure.client import Client, connect
+from tenure.client import Client, ConnectOptions, connect
 from tenure.clock import now
 from tenure.dedup import (
     Attempt,
@@ -61,6 +61,7 @@ __all__ = [
     "Compacted",
     "Completed",
     "ConnectError",
+    "ConnectOptions",
     "Definite",
     "Event",
     "EventKind",

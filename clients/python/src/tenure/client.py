@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
 
 import grpc
 import grpc.aio
@@ -31,10 +31,10 @@ from tenure.fingerprint import fingerprint as fingerprint_of
 from tenure.lease import Callback, Lease, LeaseContext, LocalLine
 from tenure.session import ACQUIRE, BEGIN, CHECK, GET_LEASE, GET_RECORD, Session, Timing
 from tenure.v1 import dedup_pb2, lease_pb2, lease_pb2_grpc, session_pb2
-from tenure.values import LeaseInfo, RecordInfo, TokenCheck, lease_info, record_info, token_check
+from tenure.values import EventKind, LeaseInfo, RecordInfo, TokenCheck, lease_info, record_info, token_check
 from tenure.watching import Watch, observe
 
-__all__ = ["Client", "Connecting", "connect"]
+__all__ = ["Client", "ConnectOptions", "Connecting", "connect"]
 
 log = logging.getLogger("tenure")
 
@@ -47,64 +47,85 @@ IN_FLIGHT_MAX = 1_000
 PAGE_SIZE = 500
 
 
-def connect(
-    address: str | Sequence[str] | None = None,
-    *,
-    tenant: str | None = None,
-    agent: str | None = None,
-    version: str = "",
-    host: str | None = None,
-    labels: dict[str, str] | None = None,
-    ttl_ms: int = TTL_DEFAULT_MS,
-    disconnect_grace_ms: int | None = None,
-    keep_alive_ms: int | None = None,
-    cancel_margin_ms: int | None = None,
-    connect_timeout: float = 10.0,
-    timeout: float = TIMEOUT_DEFAULT,
-    in_flight_max: int = IN_FLIGHT_MAX,
-    credentials: grpc.ChannelCredentials | None = None,
-    insecure: bool = False,
-    session: bool = True,
-) -> Connecting:
+class ConnectOptions(TypedDict, total=False):
+    """The keyword arguments of `connect` and `connect_sync`."""
+
+    # From TENURE_TENANT, or "default".
+    tenant: str | None
+    # Shown to operators, as are version, host (this machine's name) and labels.
+    agent: str | None
+    version: str
+    host: str | None
+    labels: dict[str, str] | None
+    # How long what this process holds survives it in the worst case. 500 to 3,600,000; 15,000 when not given.
+    ttl_ms: int
+    # How long it survives its connection. 0 to the ttl; the sidecar's default is 1,000.
+    disconnect_grace_ms: int | None
+    # How often the session is renewed: at most a third of the ttl.
+    keep_alive_ms: int | None
+    # How long before safe-until a body is cancelled, so that it can clean up: at most half of the ttl.
+    cancel_margin_ms: int | None
+    # Seconds to look for a sidecar, and the default time of every call.
+    connect_timeout: float
+    timeout: float
+    # How many calls may be unanswered at a time.
+    in_flight_max: int
+    # For a sidecar that is not on this machine.
+    credentials: grpc.ChannelCredentials | None
+    insecure: bool
+    # False: a client that only reads and watches, and holds nothing.
+    session: bool
+
+
+def connect(address: str | Sequence[str] | None = None, **options: Unpack[ConnectOptions]) -> Connecting:
     """Opens a client: ``async with connect() as client`` or ``client = await connect()`` (then close it).
 
-    ``address``: ``unix:/path`` or ``host:port``, several as a comma list or a sequence; from ``TENURE_ADDRESS`` or
-    the default socket when None. ``tenant``: from ``TENURE_TENANT``, or "default". ``agent``, ``version``, ``host``,
-    ``labels`` are shown to operators. ``ttl_ms``: how long what this process holds survives it in the worst case.
-    ``disconnect_grace_ms``: how long after its connection broke (the sidecar's default is 1,000). ``keep_alive_ms``:
-    at most a third of the ttl. ``cancel_margin_ms``: how long before safe-until a body is cancelled. ``timeout``:
-    default time of every call, in seconds. ``session=False``: a client that only reads and watches, and holds
-    nothing.
+    ``address``: ``unix:/path`` or ``host:port``, several as a comma list or a sequence; when None it is taken from
+    ``TENURE_ADDRESS``, or is the default socket. The options are described at `ConnectOptions`.
 
-    Raises ValueError for settings that cannot work, and ConnectError (within ``connect_timeout`` seconds) with what
-    to do when there is no sidecar.
+    Raises ValueError for settings that cannot work, and ConnectError, within ``connect_timeout`` seconds and with what
+    to do, when there is no sidecar.
     """
-    where = addresses.parse_addresses(address)
-    addresses.require_protected(where, credentials, insecure)
+    timeout = options.get("timeout", TIMEOUT_DEFAULT)
+    connect_timeout = options.get("connect_timeout", TIMEOUT_DEFAULT)
     if timeout <= 0 or connect_timeout <= 0:
         raise ValueError("timeout and connect_timeout must be more than 0 seconds")
-    if disconnect_grace_ms is None and ttl_ms < 1_000:
-        disconnect_grace_ms = ttl_ms  # the sidecar's default would be more than the ttl
-    if disconnect_grace_ms is not None and not 0 <= disconnect_grace_ms <= ttl_ms:
-        raise ValueError(f"disconnect_grace_ms must be 0 to ttl_ms ({ttl_ms}), not {disconnect_grace_ms}")
+    in_flight_max = options.get("in_flight_max", IN_FLIGHT_MAX)
     if not 0 < in_flight_max <= IN_FLIGHT_MAX:
         raise ValueError(f"in_flight_max must be 1 to {IN_FLIGHT_MAX}, not {in_flight_max}")
-    options = Options(
+    where, credentials = addresses.parse_addresses(address), options.get("credentials")
+    addresses.require_protected(where, credentials, options.get("insecure", False))
+    ttl_ms = options.get("ttl_ms", TTL_DEFAULT_MS)
+    settings = Options(
         addresses=where,
         credentials=credentials,
-        tenant=tenant or os.environ.get("TENURE_TENANT") or "default",
-        info=session_pb2.AgentInfo(
-            agent=agent if agent is not None else f"python-{os.getpid()}",
-            version=version,
-            host=host if host is not None else socket.gethostname(),
-            labels=labels or {},
-        ),
-        timing=Timing.of(ttl_ms, keep_alive_ms, cancel_margin_ms),
-        grace_ms=disconnect_grace_ms,
+        tenant=options.get("tenant") or os.environ.get("TENURE_TENANT") or "default",
+        info=_agent_info(options),
+        timing=Timing.of(ttl_ms, options.get("keep_alive_ms"), options.get("cancel_margin_ms")),
+        grace_ms=_grace_ms(ttl_ms, options.get("disconnect_grace_ms")),
         timeout=timeout,
         in_flight_max=in_flight_max,
     )
-    return Connecting(options, connect_timeout, session)
+    return Connecting(settings, connect_timeout, options.get("session", True))
+
+
+def _agent_info(options: ConnectOptions) -> session_pb2.AgentInfo:
+    agent, host = options.get("agent"), options.get("host")
+    return session_pb2.AgentInfo(
+        agent=agent if agent is not None else f"python-{os.getpid()}",
+        version=options.get("version", ""),
+        host=host if host is not None else socket.gethostname(),
+        labels=options.get("labels") or {},
+    )
+
+
+def _grace_ms(ttl_ms: int, grace_ms: int | None) -> int | None:
+    if grace_ms is None:
+        # The sidecar's default would be more than a short ttl.
+        return ttl_ms if ttl_ms < 1_000 else None
+    if not 0 <= grace_ms <= ttl_ms:
+        raise ValueError(f"disconnect_grace_ms must be 0 to ttl_ms ({ttl_ms}), not {grace_ms}")
+    return grace_ms
 
 
 class Connecting:
@@ -373,16 +394,21 @@ class Client:
     # ---- the change stream -------------------------------------------------------------------------------------
 
     def watch(
-        self, from_revision: int = 0, *, kinds: Iterable[int] = (), subject_prefix: str = "", all_tenants: bool = False
+        self,
+        from_revision: int = 0,
+        *,
+        kinds: Iterable[EventKind] = (),
+        subject_prefix: str = "",
+        all_tenants: bool = False,
     ) -> Watch:
         """Events from a revision on (0: from now on), for ever: ``async for event in client.watch()``.
 
         Goes on by itself, without a gap, after a lost connection, another sidecar, or being cut off for slowness.
-        ``kinds`` are values of EventKind. Raises Compacted when the revision is no longer held.
+        Without ``kinds``, all of them. Raises Compacted when the revision is no longer held.
         """
         self._connection.check_usable()
         tenant = "" if all_tenants else self.tenant
-        return Watch(self._connection, tenant, from_revision, tuple(kinds), subject_prefix)
+        return Watch(self._connection, tenant, from_revision, tuple(kind.value for kind in kinds), subject_prefix)
 
     def observe(self, name: str) -> AsyncIterator[LeaseInfo]:
         """The lease as it is, then again at every change, for ever. Goes on by itself after a lost connection."""

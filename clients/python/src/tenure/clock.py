@@ -52,43 +52,49 @@ class Validity:
         self.grace_ms = grace_ms
         self.cancel_margin_ms = cancel_margin_ms
         self._renewed_until = float("-inf")
-        self._cut_until: float | None = None
+        self._cut_at: float | None = None
 
     def renewed(self, sent_at: float, ttl_ms: int) -> None:
-        """A renewal sent at ``sent_at`` was confirmed with this ttl. An older one never shortens a newer one."""
+        """A renewal sent at ``sent_at`` was confirmed with this ttl. An older one never shortens a newer one.
+
+        Only the stream that carries the session gets confirmations: one sent after a suspected cut disproves it.
+        """
+        if self._cut_at is not None and sent_at > self._cut_at:
+            self._cut_at = None
         self._renewed_until = max(self._renewed_until, sent_at + ttl_ms / 1000 - margin(ttl_ms))
 
     def attached(self, sent_at: float, ttl_ms: int, grace_ms: int) -> None:
         """A stream took the session over. That counts as a renewal; a cut by an older stream is void."""
         self.ttl_ms, self.grace_ms = ttl_ms, grace_ms
-        self._cut_until = None
+        self._cut_at = None
         self.renewed(sent_at, ttl_ms)
 
     def disconnected(self, at: float) -> None:
-        """The last stream broke at ``at``: the sidecar may have cut the session to its disconnect grace."""
-        if self._cut_until is None:
-            self._cut_until = at + self.grace_ms / 1000 - margin(self.grace_ms)
+        """A stream broke at ``at``: the sidecar may have cut the session to its disconnect grace."""
+        if self._cut_at is None:
+            self._cut_at = at
 
     def sidecar_gone(self) -> None:
         """The sidecar's process ended, and the stream with it: nobody cut the session."""
-        self._cut_until = None
+        self._cut_at = None
 
     @property
     def cut(self) -> bool:
-        return self._cut_until is not None
+        return self._cut_at is not None
+
+    @property
+    def _cut_until(self) -> float:
+        if self._cut_at is None:
+            return float("inf")
+        return self._cut_at + self.grace_ms / 1000 - margin(self.grace_ms)
 
     @property
     def safe_until(self) -> float:
         """The holder may act before this moment, and not at it or later."""
-        if self._cut_until is None:
-            return self._renewed_until
         return min(self._renewed_until, self._cut_until)
 
     @property
     def cancel_at(self) -> float:
         """When the body must be cancelled so that it can clean up while the lease is still its own."""
         lead = self.cancel_margin_ms / 1000
-        ordinary = self._renewed_until - lead
-        if self._cut_until is None:
-            return ordinary
-        return min(ordinary, self._cut_until - min(lead, self.grace_ms / 2000))
+        return min(self._renewed_until - lead, self._cut_until - min(lead, self.grace_ms / 2000))

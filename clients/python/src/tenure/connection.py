@@ -257,7 +257,7 @@ class Connection:
             else:
                 replacement = await self._watch(self._stream)
                 if replacement is None:
-                    await self._note_end()
+                    await self._drop_stream()
                     continue
                 stream = replacement
             await self._adopt(stream)
@@ -268,14 +268,13 @@ class Connection:
         self._carried = self.session
         self._broken = None
         self.last_error = None
-        stream.on_end = self._kick.set
+        stream.on_end = lambda: self._stream_ended(stream)
         self.session.resumed()
         stream.carry(self.session)
         self.session.hooks.wake()
         self._attached.set()
         self._ever_attached = True
         if older is not None:
-            older.on_end = lambda: None
             await older.close()
         if self._retired:
             self.spawn(self._retire())
@@ -289,41 +288,57 @@ class Connection:
     async def _watch(self, stream: Stream) -> Stream | None:
         """Waits until the stream has ended (None), or another has attached because this one does not answer."""
         session = self.session
-        turned = len(self.options.addresses) == 1
-        while True:
-            if session.ended is not None or stream.ended.is_set():
-                return None
+        alone = len(self.options.addresses) == 1
+        turned = alone
+        while session.ended is None and not stream.ended.is_set():
             if session.stalled:
                 if not turned:
                     # Of several, the next one is likelier to answer than the one that does not.
                     self._dials, turned = self._dials + 1, True
-                replacement = await self._attempt(session)
+                replacement = await self._attempt_beside(stream, session, None if alone else self._dial_timeout())
                 if replacement is not None:
                     return replacement
             self._kick.clear()
             if session.ended is None and not stream.ended.is_set():
                 await self._wait_kick(BACKOFF_MAX if session.stalled else None)
+        return None
 
-    async def _note_end(self) -> None:
-        """The stream, or its session, has ended: what that means for the session."""
-        stream, session = self._stream, self._carried
-        if stream is not None and session is self.session and session.ended is None:
-            now = self.options.clock()
-            self._broken = (stream.address, now)
+    async def _attempt_beside(self, stream: Stream, session: Session, timeout: float | None) -> Stream | None:
+        """One try to attach while the old stream is still there; given up when that, or the session, ends."""
+        attempt = self.spawn(self._attempt(session, timeout))
+        while not attempt.done() and session.ended is None and not stream.ended.is_set():
+            self._kick.clear()
+            kicked = self.spawn(self._kick.wait())
+            await asyncio.wait({attempt, kicked}, return_when=asyncio.FIRST_COMPLETED)
+            kicked.cancel()
+        if not attempt.done():
+            attempt.cancel()
+            await asyncio.wait({attempt})
+        return None if attempt.cancelled() else attempt.result()
+
+    def _stream_ended(self, stream: Stream) -> None:
+        """In the very turn in which it is noticed: the session may be cut from now on."""
+        session = self._carried
+        if stream is self._stream and session is self.session and session.ended is None:
             self._carried = None
+            self.last_error = stream.error
             if isinstance(stream.error, errors.SessionLost):
                 session.end("session_ended")
             else:
-                session.disconnected(now)
-                self.last_error = stream.error
-        await self._drop_stream()
+                self._may_be_cut(stream.address, session)
+        self._kick.set()
+
+    def _may_be_cut(self, address: addresses.Address, session: Session) -> None:
+        now = self.options.clock()
+        self._broken = (address, now)
+        session.disconnected(now)
 
     async def _establish(self) -> Stream:
         """Tries until a stream has attached the current session."""
         failures = 0
         while True:
             session = self.session
-            stream = await self._attempt(session)
+            stream = await self._attempt(session, self._dial_timeout())
             if stream is not None:
                 return stream
             if session.ended is not None:
@@ -349,11 +364,14 @@ class Connection:
             async with asyncio.timeout(timeout):
                 await self._kick.wait()
 
-    async def _attempt(self, session: Session) -> Stream | None:
+    def _dial_timeout(self) -> float:
+        return min(DIAL_TIMEOUT, max(self.options.timing.ttl_ms / 3000, 1.0))
+
+    async def _attempt(self, session: Session, timeout: float | None) -> Stream | None:
         """One try to attach ``session``; None when it failed (`last_error` says why)."""
         address = self.options.addresses[self._dials % len(self.options.addresses)]
         try:
-            stream = await self._dial(address, session)
+            stream = await self._dial(address, session, timeout)
         except errors.TenureError as error:
             self.last_error = error
             self._dials += 1
@@ -364,7 +382,7 @@ class Connection:
             return None
         return stream
 
-    async def _dial(self, address: addresses.Address, session: Session) -> Stream:
+    async def _dial(self, address: addresses.Address, session: Session, timeout: float | None) -> Stream:
         found = await addresses.probe(address, PROBE_TIMEOUT)
         if not found.listening:
             self._note_death(address, session, found)
@@ -376,8 +394,7 @@ class Connection:
             attach.open.CopyFrom(self._open_request(opening))
             if opening.first_sent_at is None:
                 opening.first_sent_at = self.options.clock()
-        timeout = min(DIAL_TIMEOUT, max(self.options.timing.ttl_ms / 3000, 1.0))
-        stream, attached = await Stream.dial(address, self.options.credentials, attach, timeout, self.options.clock)
+        stream, attached = await self._attach(address, session, attach, timeout)
         sent_at = stream.attach_sent_at
         if not session.id and opening.first_sent_at is not None:
             # A repeat finds the session that the first request opened, and that one's ttl counts from then.
@@ -385,6 +402,18 @@ class Connection:
         if session.ended is None:
             session.attached(attached, sent_at)
         return stream
+
+    async def _attach(
+        self, address: addresses.Address, session: Session, attach: session_pb2.Attach, timeout: float | None
+    ) -> tuple[Stream, session_pb2.Attached]:
+        options = self.options
+        try:
+            return await Stream.dial(address, options.credentials, attach, timeout, options.clock)
+        except (errors.ConnectError, asyncio.CancelledError):
+            if session.id and session.ended is None:
+                # It may have attached before it was given up, and then the sidecar has seen a stream break.
+                self._may_be_cut(address, session)
+            raise
 
     def _open_request(self, opening: _Opening) -> session_pb2.OpenSessionRequest:
         options = self.options
@@ -522,9 +551,17 @@ class Connection:
             refusals += 1
             delay = self._delay(error, refusals)
             if loop.time() + delay >= deadline:
-                raise error
+                raise await self._explained(error)
             await self.next_channel()
             await asyncio.sleep(delay)
+
+    async def _explained(self, error: errors.TenureError) -> errors.TenureError:
+        """What to do about it, when it is that no sidecar listens."""
+        address = self.options.addresses[self._unary_dials % len(self.options.addresses)]
+        if error.reason:
+            return error
+        found = await addresses.probe(address, PROBE_TIMEOUT)
+        return error if found.listening else errors.ConnectError(found.problem, reason="NO_SIDECAR")
 
     def channel(self) -> grpc.aio.Channel:
         """For plain calls and server streams: apart from the session's stream, which changes connections at will."""

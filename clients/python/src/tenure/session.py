@@ -252,6 +252,8 @@ class Session:
             self._cancelled.clear()
         if self._keep_alives.due:
             message.keep_alive.id = self._keep_alive_now()
+        elif not message.operations and not message.cancelled_ids:
+            return None  # what was ready has been given up
         return message
 
     def _acknowledged(self) -> int:

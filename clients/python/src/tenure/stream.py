@@ -45,7 +45,7 @@ class Stream:
         address: addresses.Address,
         credentials: grpc.ChannelCredentials | None,
         attach: session_pb2.Attach,
-        timeout: float,
+        timeout: float | None,
         clock: Clock,
     ) -> tuple[Stream, session_pb2.Attached]:
         """Connects and attaches. Raises the sidecar's refusal, or ConnectError when there was no answer."""
@@ -56,7 +56,7 @@ class Stream:
         except TimeoutError:
             await stream.close()
             raise errors.ConnectError(
-                f"{address}: connected, but the sidecar did not attach the session within {timeout:g} s",
+                f"{address}: connected, but the sidecar did not attach the session within {timeout} s",
                 reason="NO_ANSWER",
             ) from None
         except BaseException:

@@ -13,13 +13,13 @@ import concurrent.futures
 import functools
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 from tenure import errors, forks
-from tenure.client import Client, connect
+from tenure.client import Client, ConnectOptions, connect
 from tenure.dedup import (
     Attempt,
     BeginResult,
@@ -34,7 +34,7 @@ from tenure.dedup import (
     unstorable,
 )
 from tenure.lease import Lease
-from tenure.values import Event, LeaseInfo, RecordInfo, TokenCheck
+from tenure.values import Event, EventKind, LeaseInfo, RecordInfo, TokenCheck
 
 __all__ = ["SyncAttempt", "SyncClient", "SyncLease", "connect_sync"]
 
@@ -346,6 +346,10 @@ class SyncClient:
         )
         return SyncLease(self._loop, lease)
 
+    def on_granted(self, callback: Callable[[SyncLease], object]) -> None:
+        """Calls back, in the client's thread, with a lease that was transferred to this session. See `Client`."""
+        self._loop.call_soon(lambda: self._client.on_granted(lambda lease: callback(SyncLease(self._loop, lease))))
+
     def check(self, name: str, token: int, *, timeout: float | None = None) -> TokenCheck:
         """Whether a fencing token is current (linearizable)."""
         return self._loop.run(lambda: self._client.check(name, token, timeout=timeout))
@@ -358,7 +362,9 @@ class SyncClient:
         """All leases whose name starts with ``prefix``, in order of name."""
         return self._iterate(lambda: self._client.list_leases(prefix, timeout=timeout))
 
-    def watch(self, from_revision: int = 0, *, kinds: Iterable[int] = (), subject_prefix: str = "") -> Iterator[Event]:
+    def watch(
+        self, from_revision: int = 0, *, kinds: Iterable[EventKind] = (), subject_prefix: str = ""
+    ) -> Iterator[Event]:
         """Events from a revision on, for ever. See `Client.watch`."""
         wanted = tuple(kinds)
         return self._iterate(lambda: self._client.watch(from_revision, kinds=wanted, subject_prefix=subject_prefix))
@@ -489,7 +495,7 @@ class SyncClient:
         return cast(T, idempotency.serializer.loads(stored))
 
 
-def connect_sync(address: str | None = None, **options: Any) -> SyncClient:
+def connect_sync(address: str | Sequence[str] | None = None, **options: Unpack[ConnectOptions]) -> SyncClient:
     """Opens a synchronous client; close it, or use it as a context manager. Options as for `connect`."""
     forks.mark_used()
     connecting = connect(address, **options)
