@@ -10,7 +10,7 @@ from pysyncobj.node import Node
 from pysyncobj.syncobj import SyncObj, replicated
 from pysyncobj.transport import Transport
 
-from sidecar.consensus.raft import NO_POLLER, use_clock
+from sidecar.consensus.library import NO_POLLER, use_clock
 from tests.consensus.harness import ManualClock
 
 Message = dict[str, Any]

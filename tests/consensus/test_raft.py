@@ -11,6 +11,7 @@ from typing import Any
 import pysyncobj
 import pytest
 
+from sidecar.consensus.library import BrokenInvariant, Member, Outbox, check_library
 from sidecar.consensus.messages import (
     NO_OP,
     Append,
@@ -29,7 +30,6 @@ from sidecar.consensus.messages import (
 )
 from sidecar.consensus.ports import Entry, Role, SnapshotMeta, StoreError
 from sidecar.consensus.progress import Progress
-from sidecar.consensus.raft import BrokenInvariant, Member, Outbox, check_library
 from tests.consensus.harness import Cluster, Host, ManualClock, MemoryStore
 from tests.consensus.stock import StockMember, append
 
@@ -452,7 +452,7 @@ def test_g_the_library_has_no_way_to_send_or_take_anything_else() -> None:
             host.raft._SyncObj__onMessageReceived(host.raft.members["n2"], message)
     with pytest.raises(BrokenInvariant):
         host.raft.library_sends("n2", {"type": "apply_command"})
-    outbox = Outbox()
+    outbox = Outbox(host.raft.library_sends)
     outbox.setOnUtilityMessageCallback("add", print)
     assert outbox._onUtilityMessageCallbacks == {}
 
@@ -620,6 +620,17 @@ def test_k1_a_crash_while_a_snapshot_replaced_the_log_is_completed(log: list[tup
     host.boot()
     assert log_of(host) == [(7, 3), (8, 3)]
     assert (host.raft.applied_index(), host.raft.commit_index()) == (8, 8)
+
+
+@pytest.mark.parametrize(("hint", "expected"), [(0, 1), (3, 3), (99, 5)])
+def test_the_stored_commit_index_is_a_hint_kept_within_the_log(hint: int, expected: int) -> None:
+    cluster = Cluster(3, boot=False)
+    host = cluster["n1"]
+    host.store = stored([(1, 0)] + [(index, 1) for index in range(2, 6)], commit=hint)
+    host.boot()
+    assert host.raft.commit_index() == expected
+    host.turn()
+    assert host.raft.applied_index() == expected
 
 
 def test_k2_a_log_without_its_beginning_is_refused() -> None:
