@@ -531,10 +531,10 @@ class SqliteLogStore:
     def _sqlite_error(self, error: sqlite3.Error, *, locked: bool = False) -> StoreError:
         code = getattr(error, "sqlite_errorcode", None)
         primary = code & 0xFF if isinstance(code, int) else None
-        if primary == sqlite3.SQLITE_FULL:
+        free_bytes = disk_space(self._folder).free_bytes
+        if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and free_bytes < _PAGE_BYTES):
             return _disk_full(self._path)
         if primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY):
-            free_bytes = disk_space(self._folder).free_bytes
             return StoreError(
                 f"{self._path}: the disk refused: {error} ({getattr(error, 'sqlite_errorname', 'SQLite')}, "
                 f"{free_bytes} bytes free). What to do: check the disk, its quota and the rights of the folder, then "
