@@ -19,7 +19,7 @@ from sidecar.dev.errors import DevError
 from sidecar.dev.folder import Folder
 from sidecar.dev.links import Mesh
 from sidecar.dev.ports import free_ports
-from sidecar.dev.processes import Process
+from sidecar.dev.processes import Process, last_words
 
 CLUSTER_ID = "dev"
 LEASE = "inbox"
@@ -121,7 +121,9 @@ class DevCluster:
         nodes = self.nodes.values()
         if any(node.running or node.killed or node.exit_status is None for node in nodes):
             return ""
-        return "\n".join(f"{node.name} ended with status {node.exit_status}:\n{node.log_tail()}" for node in nodes)
+        return "\n".join(
+            f"{node.name} ended with status {node.exit_status}: {last_words(node.log_tail(100))}" for node in nodes
+        )
 
     def address(self, node: str) -> str:
         return f"unix:{self.folder.socket(node)}"
@@ -164,7 +166,8 @@ class DevCluster:
         if self._stopping:
             return
         if not process.killed:
-            self._note(f"{process.name} ended by itself, status {process.exit_status}: {process.log_tail(1)}")
+            why = last_words(process.log_tail(100))
+            self._note(f"{process.name} ended by itself, status {process.exit_status}: {why}")
         if process.name in self.agents:
             task = asyncio.get_running_loop().create_task(self._start_again(process))
             self._restarts.add(task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 CHILD = str(Path(__file__).with_name("child.py"))
-LOG_TAIL_BYTES = 4_096
+LOG_TAIL_BYTES = 16_384
 
 
 class Process:
@@ -100,6 +101,17 @@ class Process:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
         return ""
+
+
+def last_words(log: str) -> str:
+    """Why a process ended, from its log: its last line of severity error or critical, else simply its last line."""
+    lines = log.splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
+                return " ".join(str(entry[name]) for name in ("event", "error", "exception") if name in entry)
+    return lines[-1] if lines else ""
 
 
 def inherited() -> dict[str, str]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sidecar.dev.processes import Process
+from sidecar.dev.processes import Process, last_words
 from tests.waiting import eventually
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -86,7 +86,7 @@ async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> 
     script = f"""
 import asyncio
 from pathlib import Path
-from sidecar.dev.processes import Process
+from sidecar.dev.processes import Process, last_words
 
 async def main():
     child = Process("child", {STUBBORN!r}, {{}}, Path({str(tmp_path / "child.log")!r}), lambda each: None)
@@ -106,3 +106,15 @@ asyncio.run(main())
     supervisor.wait()
     supervisor.stdout.close()
     await eventually(lambda: gone(pid))
+
+
+def test_last_words_are_the_last_error_of_a_log() -> None:
+    log = [
+        '{"level": "info", "event": "serving"}',
+        '{"level": "critical", "event": "the node failed", "error": "disk full"}',
+        '{"level": "info", "event": "stopped"}',
+    ]
+    assert last_words("\n".join(log)) == "the node failed disk full"
+    assert last_words("Traceback\nValueError: no") == "ValueError: no"
+    assert last_words('[1]\n"x"') == '"x"'
+    assert last_words("") == ""

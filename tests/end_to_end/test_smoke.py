@@ -8,7 +8,7 @@ from chaos.smoke import Outcome
 
 def test_agent_scheduled_job_leader_election_smoke(agent_scheduled_job_leader_election_smoke: Outcome) -> None:
     outcome = agent_scheduled_job_leader_election_smoke
-    assert outcome.failure == ""
+    assert not outcome.failure, outcome.failure
     assert outcome.report.findings == []
     assert [step.name for step in outcome.steps] == ["kill the holder", "kill the leader", "partition the leader"]
     assert outcome.report.summary() == "twice 0, never 0, partial 0"
