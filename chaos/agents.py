@@ -2,8 +2,8 @@
 
 An agent opens a session, keeps it alive, works under leases, records idempotency keys, hands leases over, gives up,
 crashes, and tries again at another node when one does not answer. It follows the rules of the real client: what it
-holds it trusts until ``safe_until`` on its own clock, counted from when it SENT its last confirmed renewal; a request is
-repeated under its own name until an answer is certain.
+holds it trusts until ``safe_until`` on its own clock, counted from when it SENT its last confirmed renewal; a request
+is repeated under its own name until an answer is certain.
 
 Each agent is a generator, so that its life reads from top to bottom: it yields what it waits for.
 """
@@ -55,7 +55,13 @@ _LOCAL_US = (100, 3_000)  # between an agent and a sidecar, one way
 _CALL_TIMEOUT_MS = 1_500
 _GRACE_MS = 400
 
-Step = Generator[Callable[[Callable[[Any], None]], None], Any, Any]  # yields a function that calls back with the outcome
+Wait = Callable[[Callable[[Any], None]], None]  # starts something, and calls back with its outcome
+Step = Generator[Wait, Any, Any]
+
+
+def _is_definite(outcome: object) -> bool:
+    """It did not happen and will not."""
+    return (isinstance(outcome, Failed) and outcome.definite) or (isinstance(outcome, Refused) and is_expired(outcome))
 
 
 class SessionOver(Exception):
@@ -396,7 +402,7 @@ class Agent:
         """Beside the main script: a new connection takes the session over."""
         command = self._attach_command()
         self._listen()
-        life, session, connection, home = self._life, self._session, self._connection, self._home
+        life, connection, home = self._life, self._connection, self._home
         sent_us = self._clock.monotonic_us()
 
         def answered(outcome: Any) -> None:
@@ -408,7 +414,12 @@ class Agent:
             elif isinstance(outcome, Refused) and not is_expired(outcome):
                 self._end_life()
 
-        self._send(home, lambda process, done: process.submit(command, None, _CALL_TIMEOUT_MS, done), _CALL_TIMEOUT_MS, answered)
+        self._send(
+            home,
+            lambda process, done: process.submit(command, None, _CALL_TIMEOUT_MS, done),
+            _CALL_TIMEOUT_MS,
+            answered,
+        )
 
     def _attach_command(self) -> AttachSession:
         """A new stream: the next in the client's own count, so that an attach that is overtaken cannot take it back."""
@@ -452,7 +463,9 @@ class Agent:
                 self._granted[event.waiter](event)
             else:
                 self._early[event.waiter] = event  # the answer that one waits at all is still under way
-        elif event.kind is Kind.LEASE_GRANTED and event.cause == "transfer" and event.token not in self._finished_tokens:
+        elif (
+            event.kind is Kind.LEASE_GRANTED and event.cause == "transfer" and event.token not in self._finished_tokens
+        ):
             self._world.reach("lease received by transfer")
             self._hold(event.subject, event.token)
 
@@ -491,13 +504,10 @@ class Agent:
         for attempt in range(8):
             built = command if isinstance(command, Command) else command()
             home = self._home
-            outcome = yield lambda done, built=built, home=home: self._send(
-                home, lambda process, answer: process.submit(built, key, _CALL_TIMEOUT_MS, answer), _CALL_TIMEOUT_MS, done
-            )
+            outcome = yield self._submission(home, built, key)
             if isinstance(outcome, Result) and not is_expired(outcome):
                 return outcome
-            definite = is_expired(outcome) if isinstance(outcome, Refused) else isinstance(outcome, Failed) and outcome.definite
-            only_definite = only_definite and definite
+            only_definite = only_definite and _is_definite(outcome)
             if only_definite and key is not None and self._world.chance(300):
                 self._ledger.told_never(self.name, request)
                 self._world.reach("gave up after a definite failure")
@@ -508,6 +518,12 @@ class Agent:
                     self._listen()
             yield self._sleep(self._world.between(10 * MILLISECOND, 300 * MILLISECOND))
         return None
+
+    def _submission(self, home: Host, command: Command, key: RequestKey | None) -> Wait:
+        def ask(process: CoreProcess, answer: Callable[[Any], None]) -> None:
+            process.submit(command, key, _CALL_TIMEOUT_MS, answer)
+
+        return lambda done: self._send(home, ask, _CALL_TIMEOUT_MS, done)
 
     def _send(
         self,
@@ -539,7 +555,7 @@ class Agent:
 
     # ---- small things
 
-    def _sleep(self, delay_us: int) -> Callable[[Callable[[Any], None]], None]:
+    def _sleep(self, delay_us: int) -> Wait:
         return lambda done: self._world.after(delay_us, lambda: done(None))
 
     def _new_name(self, what: str) -> str:

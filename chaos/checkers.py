@@ -5,8 +5,8 @@ Safety (status 1): ``election-safety``, ``log-matching``, ``leader-completeness`
 ``double-vote``, ``incarnation`` and those of the application (profile ``core``, see ``chaos/agents.py``).
 Liveness (status 3): ``no-convergence``. The code under test raised (status 4): ``code-crash``, ``stopped``.
 
-They look at a run from outside: what is written to the stores, what is applied, who says that it leads, what clients are
-told. They know nothing of the code under test, so the library's own class is judged by the very same checks.
+They look at a run from outside: what is written to the stores, what is applied, who says that it leads, what clients
+are told. They know nothing of the code under test, so the library's own class is judged by the very same checks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Violation(NamedTuple):
 
     @property
     def severity(self) -> int:
-        """Exit status: 1 safety, 3 liveness, 4 crash of the code. (2 is a usage error, as with every argparse program.)"""
+        """Exit status: 1 safety, 3 liveness, 4 crash of the code. (2 is a usage error, as argparse has it.)"""
         if self.kind in LIVENESS:
             return 3
         return 4 if self.kind in CODE else 1
@@ -150,7 +150,9 @@ class Checkers:
         if image is None or committed is None or committed.seen_term >= term:
             return
         if not image.covers(self._last_committed, committed.term):
-            text = f"leads term {term} without entry {self._last_committed} of term {committed.term}, which is committed"
+            text = (
+                f"leads term {term} without entry {self._last_committed} of term {committed.term}, which is committed"
+            )
             self.violation("leader-completeness", host, text)
 
     # ---- applying

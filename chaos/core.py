@@ -1,6 +1,7 @@
 """The product's proposer and state machine on the simulated node, and the checks of what they promise.
 
-Every node reports what it applies; the first to apply an entry defines the one history, the others are compared with it.
+Every node reports what it applies; the first to apply an entry defines the one history, the others are compared with
+it.
 ``Ledger`` holds that history as far as the guarantees need it, and what agents believe.
 """
 
@@ -91,7 +92,8 @@ class Ledger:
             self._checkers.violation("revision", host, f"{event.revision} after {self._revision}")
         self._revision = event.revision
         self._world.detail(
-            host, f"event {event.revision} {event.kind.name} {event.subject} {event.session} {event.waiter} token {event.token}"
+            host,
+            f"event {event.revision} {event.kind.name} {event.subject} {event.session} {event.waiter} {event.token}",
         )
         if event.kind is Kind.LEASE_GRANTED:
             self._granted(host, event)
@@ -126,7 +128,8 @@ class Ledger:
         self._ended_sessions[event.session] = event.kind.name
         safe_us = self.session_safe.get(event.session)
         if safe_us is not None and event.kind is Kind.SESSION_EXPIRED and safe_us() > self._world.now_us:
-            text = f"{event.session} expires, its agent relies on it for {(safe_us() - self._world.now_us) // 1000} ms more"
+            left_ms = (safe_us() - self._world.now_us) // 1000
+            text = f"{event.session} expires, its agent relies on it for {left_ms} ms more"
             self._checkers.violation("expired-early", host, text)
 
     def _request(self, host: str, request: Request, result: Result, events: Sequence[Event]) -> None:
@@ -168,7 +171,9 @@ class Ledger:
         now_us = self._world.now_us
         others = [each for each in self.beliefs.get(lease, []) if each.until_us > now_us and each.agent != belief.agent]
         for other in others:
-            text = f"{lease}: {belief.agent} (token {belief.token}) and {other.agent} (token {other.token}) both hold it"
+            text = (
+                f"{lease}: {belief.agent} (token {belief.token}) and {other.agent} (token {other.token}) both hold it"
+            )
             self._checkers.violation("two-holders", belief.agent, text)
         self.beliefs[lease] = [*others, belief]
 
@@ -237,7 +242,9 @@ class CoreProcess:
         self._poll_number = 0
         self.proposer.attach(self._node, self._runner.wake, self._schedule)
         self.proposer.subscribe(self._events, self._gap)
-        self.listeners: dict[str, Callable[[Event | None], None]] = {}  # session -> who hears of its events; None: a gap
+        self.listeners: dict[
+            str, Callable[[Event | None], None]
+        ] = {}  # session -> who hears of its events; None: a gap
 
     def _application(self, store: SimLogStore) -> ObservedProposer:
         settings = ProposerSettings(entry_bytes_max=entry_bytes_max(self._world.shape.append_bytes_max))

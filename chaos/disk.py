@@ -124,7 +124,7 @@ class LogImage:
 
 
 class LogVolume:
-    """The files of one node of ours: the log store's durable image with what is queued behind it, and snapshot files."""
+    """The files of one node of ours: the durable image of its log store, what is queued behind it, and snapshots."""
 
     def __init__(self, host: str, checkers: Checkers | None = None, *, ideal: bool = False) -> None:
         self.host = host

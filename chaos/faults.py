@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from chaos.disk import LogVolume, NO_SPACE
+from chaos.disk import NO_SPACE, LogVolume
 from chaos.world import MILLISECOND, SECOND, HostState
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ class Faults:
 
     def _target(self) -> Host:
         """Half of the time a leader: that is where it hurts."""
-        leaders = [host for host in self._world.hosts.values() if host.running and host.process and host.process.is_leader()]
+        leaders = [
+            host for host in self._world.hosts.values() if host.running and host.process and host.process.is_leader()
+        ]
         if leaders and self._world.chance(500):
             return leaders[self._world.between(0, len(leaders) - 1)]
         return self._host()
@@ -110,7 +112,9 @@ class Faults:
     def _isolate(self) -> None:
         name = self._target().name
         others = [other for other in self._world.hosts if other != name]
-        self._partition(f"partition {name} from all", [*((name, other) for other in others), *((other, name) for other in others)])
+        self._partition(
+            f"partition {name} from all", [*((name, other) for other in others), *((other, name) for other in others)]
+        )
 
     def _one_way(self) -> None:
         name = self._target().name
@@ -233,7 +237,7 @@ class Faults:
             host.enter(process.snapshot)
 
     def _wipe(self) -> None:
-        """A disk is lost, at most a minority's at a time: not before the others have everything and it is a voter again."""
+        """A disk is lost, one at a time: not before the last one that was lost belongs to a voter again."""
         hosts = list(self._world.hosts.values())
         volumes = [host.disk.volume for host in hosts]
         sound = all(isinstance(volume, LogVolume) and volume.durable.amnesiac_term != 0 for volume in volumes)

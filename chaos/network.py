@@ -1,8 +1,8 @@
-"""The simulated network: one connection between each two hosts, FIFO in each direction, with everything that goes wrong.
+"""The simulated network: a connection between each two hosts, FIFO in each direction, with everything that goes wrong.
 
-A ``Link`` is one connection. What is sent on it arrives in order, or not at all. The order of what happens to one end is
-the order of its queue: first OPEN, then frames, then CLOSE. A replaced connection is dead: nothing of it is delivered
-any more (except in the profile ``stale``, which shows what the library's own transport does).
+A ``Link`` is one connection. What is sent on it arrives in order, or not at all. The order of what happens to one end
+is the order of its queue: first OPEN, then frames, then CLOSE. A replaced connection is dead: nothing of it is
+delivered any more (except in the profile ``stale``, which shows what the library's own transport does).
 
 Verbs: ``partition`` and ``repair`` (nothing passes; the connection dies of it after a while), ``hold`` and ``release``
 (a stall: everything arrives later, in order), ``reset`` (a prefix of what is under way still arrives).

@@ -63,7 +63,8 @@ def describe(frame: bytes) -> str:
     envelope = decode(frame, 1 << 30)
     body = envelope.body
     if isinstance(body, Append):
-        text = f"Append after ({body.previous_index}, t{body.previous_term}), {len(body.entries)} entries, commit {body.commit_index}"
+        place = f"({body.previous_index}, t{body.previous_term})"
+        text = f"Append after {place}, {len(body.entries)} entries, commit {body.commit_index}"
     else:
         text = repr(body)
     return f"t{envelope.term} r{envelope.round} {text[:160]}"
@@ -282,7 +283,7 @@ def acknowledge(world: World, host: str, command: int, index: int) -> None:
 
 
 def check_copies(world: World, host: str, index: int) -> None:
-    """When a client is told, a majority of the voters has the entry on disk (disks lost since it was committed count)."""
+    """When a client is told, a majority of the voters has the entry on disk (disks lost since then count)."""
     term = world.checkers.committed_term(index)
     copies = 0
     for each in world.hosts.values():

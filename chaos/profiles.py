@@ -42,6 +42,7 @@ class Shape:
 
     # workload
     clients: int = 4
+    patience_us: int = 2 * SECOND  # after which a client does something else
     think_us: Range = (2 * MILLISECOND, 80 * MILLISECOND)
     command_bytes: Range = (20, 60)
     reads_per_thousand: int = 250
@@ -88,7 +89,7 @@ class Profile:
             nodes=self.nodes[between(0, len(self.nodes) - 1)],
             duration_us=between(*self.seconds) * SECOND,
             faults=faults,
-            clients=between(2, 6),
+            clients=between(2, 6) if self.swarm else self.shape.clients,
             latency_us=(1_000, self.shape.slow_latency_us) if slow_net else self.shape.latency_us,
             stock_use_batch=rng.random() < 0.5,
             compact_entries=self.shape.compact_entries * (1, 1, 3)[between(0, 2)],
@@ -104,9 +105,14 @@ _SNAP = Shape(
 )
 
 PROFILES: dict[str, Profile] = {
-    "net": Profile("the network only, 3 nodes, small batches", Shape(faults=NET_FAULTS, append_bytes_max=SMALL_BATCHES)),
+    "net": Profile(
+        "the network only, 3 nodes, small batches", Shape(faults=NET_FAULTS, append_bytes_max=SMALL_BATCHES)
+    ),
     "net5": Profile(
-        "the network only, 5 nodes", Shape(faults=NET_FAULTS, append_bytes_max=SMALL_BATCHES), nodes=(5,), seconds=(8, 14)
+        "the network only, 5 nodes",
+        Shape(faults=NET_FAULTS, append_bytes_max=SMALL_BATCHES),
+        nodes=(5,),
+        seconds=(8, 14),
     ),
     "sizes": Profile(
         "network, kills and power cuts; clusters of 1, 3, 5 and 7",
@@ -130,7 +136,10 @@ PROFILES: dict[str, Profile] = {
     ),
     "power": Profile(
         "power cuts of one machine and of all at once: what was not synced is lost",
-        Shape(faults=(*NET_FAULTS, ("power", 30), ("power_all", 6), ("kill_in_step", 10), ("kill_in_snapshot", 10)), compact_entries=60),
+        Shape(
+            faults=(*NET_FAULTS, ("power", 30), ("power_all", 6), ("kill_in_step", 10), ("kill_in_snapshot", 10)),
+            compact_entries=60,
+        ),
     ),
     "stale": Profile(
         "many reconnections (stock: a replaced connection still delivers, as its own transport does)",
@@ -155,7 +164,14 @@ PROFILES: dict[str, Profile] = {
     "elections": Profile(
         "one election after the other: short lives of leaders and voters, slow network, short timeouts",
         Shape(
-            faults=(("kill_voter", 60), ("kill", 40), ("power", 20), ("power_all", 4), ("isolate", 20), ("transfer", 15)),
+            faults=(
+                ("kill_voter", 60),
+                ("kill", 40),
+                ("power", 20),
+                ("power_all", 4),
+                ("isolate", 20),
+                ("transfer", 15),
+            ),
             gap_us=(20 * MILLISECOND, 500 * MILLISECOND),
             down_us=(5 * MILLISECOND, 150 * MILLISECOND),
             fault_us=(50 * MILLISECOND, 600 * MILLISECOND),

@@ -44,7 +44,7 @@ class RegisterApplication:
     # ---- the caller's side
 
     def propose(self, command: int, padding: bytes, done: Callable[[int], None]) -> None:
-        """``done(index)`` once the command is applied here. Gives no answer otherwise: the caller has its own timeout."""
+        """``done(index)`` once the command is applied here. No answer otherwise: the caller has its own timeout."""
         item = msgspec.msgpack.encode((command, padding))
         self._waiting[command] = (item, done)
         self._pass_on(command, item)

@@ -19,8 +19,8 @@ from chaos.disk import Disk, LogVolume, Volume
 from chaos.faults import Faults
 from chaos.network import Network
 from chaos.profiles import PROFILES, Profile, Shape
-from chaos.world import MILLISECOND, SECOND, Host, HostClock, HostState, Process, World
 from chaos.workload import RegisterClient
+from chaos.world import MILLISECOND, SECOND, Host, HostClock, HostState, Process, World
 
 EXIT_CLEAN, EXIT_SAFETY, EXIT_USAGE, EXIT_LIVENESS, EXIT_CODE = 0, 1, 2, 3, 4
 
@@ -152,7 +152,9 @@ class Simulation:
             asked += 1
             world.run_until(world.now_us + _POLL_US)
             if self._converged(probe):
-                world.note("world", f"converged {(world.now_us - end_us + self.shape.convergence_us) // MILLISECOND} ms later")
+                world.note(
+                    "world", f"converged {(world.now_us - end_us + self.shape.convergence_us) // MILLISECOND} ms later"
+                )
                 self._compare()
                 if self.core:
                     self._nothing_leaks()
@@ -161,7 +163,9 @@ class Simulation:
             host.name: (host.state.value, host.process.applied_index() if host.process else None)
             for host in world.hosts.values()
         }
-        world.checkers.violation("no-convergence", "world", f"{self.shape.convergence_us // SECOND} s after the heal: {state}")
+        world.checkers.violation(
+            "no-convergence", "world", f"{self.shape.convergence_us // SECOND} s after the heal: {state}"
+        )
         self._compare_acknowledged()
 
     def _nothing_leaks(self) -> None:
@@ -200,7 +204,7 @@ class Simulation:
         self._compare_acknowledged()
 
     def _compare_acknowledged(self) -> None:
-        """Whoever has applied the most must have all that was acknowledged so far; once converged, that is everything."""
+        """Whoever has applied the most must have all that was acknowledged so far; once converged, everything."""
         running = [host for host in self.world.hosts.values() if host.process is not None]
         if not running:
             return
@@ -364,11 +368,14 @@ def _report(failed: list[Outcome], options: argparse.Namespace) -> None:
     for outcome in failed[:_FAILURES_SHOWN]:
         for violation in outcome.violations:
             text = violation.text if len(options.seed_list) == 1 else violation.text.splitlines()[0]
-            print(f"  seed {outcome.seed} at {violation.at_us / SECOND:.3f} s, {violation.host}: {violation.kind}: {text}")
+            print(
+                f"  seed {outcome.seed} at {violation.at_us / SECOND:.3f} s, {violation.host}: {violation.kind}: {text}"
+            )
         stock = " --stock" if options.stock else ""
         print(f"    python -m chaos sim --profile {outcome.profile} --seed {outcome.seed} -v{stock}")
-    if len(failed) > _FAILURES_SHOWN:
-        print(f"  and {len(failed) - _FAILURES_SHOWN} more: {', '.join(str(outcome.seed) for outcome in failed[_FAILURES_SHOWN:])}")
+    others = failed[_FAILURES_SHOWN:]
+    if others:
+        print(f"  and {len(others)} more: {', '.join(str(outcome.seed) for outcome in others)}")
 
 
 def collect_garbage_rarely() -> None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import pysyncobj.pickle as library_pickle
 import pysyncobj.syncobj as library
-from pysyncobj import FAIL_REASON, SyncObj, SyncObjConf, replicated
-from pysyncobj.config import SERIALIZER_STATE
+from pysyncobj.config import FAIL_REASON, SERIALIZER_STATE, SyncObjConf
 from pysyncobj.node import Node as LibraryNode
+from pysyncobj.syncobj import SyncObj, replicated
 from pysyncobj.transport import Transport
 
 from chaos.world import MILLISECOND, Host, SimCrash, World
@@ -69,7 +69,7 @@ class _NoPoller:
 
 @contextmanager
 def library_in_the_world() -> Iterator[None]:
-    """Puts the simulated clock, randomness, journal and dump where the library looks for them, and takes them out again."""
+    """Puts the simulated clock, randomness, journal and dump where the library looks for them, and takes them out."""
     substitutes = {
         "monotonicTime": _NOW.monotonic,
         "random": SimpleNamespace(random=_NOW.random),
@@ -93,7 +93,7 @@ def library_in_the_world() -> Iterator[None]:
 
 
 class StockVolume:
-    """The journal file, its ``.meta`` and the dump, as the page cache has them, and what the platter may have instead."""
+    """The journal, its ``.meta`` and the dump, as the page cache has them, and what a power cut may leave instead."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -121,8 +121,8 @@ class StockVolume:
 
 
 class JournalModel:
-    """The semantics of the library's FileJournal: the header is moved with each record, a deletion from the front clears the
-    file and adds the rest again one by one, the meta file is replaced at each vote."""
+    """The semantics of the library's FileJournal: the header is moved with each record, a deletion from the front
+    clears the file and adds the rest again one by one, the meta file is replaced at each vote."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -211,8 +211,8 @@ class JournalModel:
 
 
 class SerializerModel:
-    """The library's dump file and its transmission: written at once, or by a child that takes a while; reported at the next
-    look after that."""
+    """The library's dump file and its transmission: written at once, or by a child that takes a while; reported at the
+    next look after that."""
 
     def __init__(self, file: str, chunk_bytes: int, *_: object) -> None:
         self._chunk_bytes = chunk_bytes
@@ -240,7 +240,7 @@ class SerializerModel:
         if self._writing is not None:
             return
         self._id = index
-        self._writing = library_pickle.dumps(data)
+        self._writing = library_pickle.dumps(data)  # type: ignore[no-untyped-call]
         low_us, high_us = self._disk.world.shape.stock_dump_us
         takes_us = self._disk.world.between(low_us, high_us) if high_us else 0
         self._written_us = self._disk.world.now_us + takes_us
@@ -254,7 +254,7 @@ class SerializerModel:
             self._disk.step("snapshot: after the rename")
 
     def deserialize(self) -> Any:
-        return library_pickle.loads(self._volume.dump)
+        return library_pickle.loads(self._volume.dump)  # type: ignore[no-untyped-call]
 
     def getTransmissionData(self, peer: Any) -> Any:
         if self._writing is not None:
@@ -291,7 +291,7 @@ class SerializerModel:
         self._outgoing.pop(peer, None)
 
 
-class SimNode(LibraryNode):  # type: ignore[misc]
+class SimNode(LibraryNode):
     """Hashes by its number: the library iterates sets of nodes, and a run must not depend on PYTHONHASHSEED."""
 
     def __hash__(self) -> int:
@@ -301,9 +301,9 @@ class SimNode(LibraryNode):  # type: ignore[misc]
         return isinstance(other, LibraryNode) and bool(self._id == other.id)
 
 
-class SimTransport(Transport):  # type: ignore[misc]
+class SimTransport(Transport):
     def __init__(self, host: Host, nodes: dict[str, SimNode]) -> None:
-        super().__init__(None, None, None)
+        super().__init__(None, None, None)  # type: ignore[no-untyped-call]
         self._host = host
         self._nodes = nodes
 
@@ -317,25 +317,25 @@ class SimTransport(Transport):  # type: ignore[misc]
         return self._host.world.network.send(self._host.name, node.id, message, size)
 
     def connected(self, peer: str) -> None:
-        self._onNodeConnected(self._nodes[peer])
+        self._onNodeConnected(self._nodes[peer])  # type: ignore[no-untyped-call]
 
     def disconnected(self, peer: str) -> None:
-        self._onNodeDisconnected(self._nodes[peer])
+        self._onNodeDisconnected(self._nodes[peer])  # type: ignore[no-untyped-call]
 
     def received(self, peer: str, message: object) -> None:
-        self._onMessageReceived(self._nodes[peer], message)
+        self._onMessageReceived(self._nodes[peer], message)  # type: ignore[no-untyped-call]
 
 
-class StockRegister(SyncObj):  # type: ignore[misc]
+class StockRegister(SyncObj):
     """The register application, as a user of the library writes it."""
 
     def __init__(self, observe: Callable[[int, bytes], None], *arguments: Any, **keywords: Any) -> None:
         self._observe = observe  # set before the library's constructor: no part of its dump
-        super().__init__(*arguments, **keywords)
+        super().__init__(*arguments, **keywords)  # type: ignore[no-untyped-call]
         self.places: dict[int, int] = {}
         self.rolling = 0
 
-    @replicated  # type: ignore[misc]
+    @replicated  # type: ignore[untyped-decorator]
     def put(self, command: int, padding: bytes) -> int:
         index = int(self.raftLastApplied) + 1
         if command not in self.places:
@@ -352,11 +352,11 @@ class StockProcess:
         self._host = host
         self._world = host.world
         shape = host.world.shape
-        nodes = {name: SimNode(name) for name in host.world.hosts}
+        nodes = {name: SimNode(name) for name in host.world.hosts}  # type: ignore[no-untyped-call]
         self._transport = SimTransport(host, nodes)
         self._tick_due = False
         self._led_term = 0
-        settings = SyncObjConf(
+        settings = SyncObjConf(  # type: ignore[no-untyped-call]
             autoTick=False,
             appendEntriesUseBatch=shape.stock_use_batch,
             appendEntriesBatchSizeBytes=min(shape.append_bytes_max, 1 << 16),

@@ -1,15 +1,14 @@
-"""Clients of the register application: each does one thing after another, at any node, and remembers what it was told."""
+"""Clients of the register application: each does one thing after another, at any node, and notes what it was told."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from chaos.world import MILLISECOND, SECOND
+from chaos.world import MILLISECOND
 
 if TYPE_CHECKING:
     from chaos.world import Host, World
 
-_PATIENCE_US = 2 * SECOND
 _REFUSED_US = 50 * MILLISECOND
 
 
@@ -38,7 +37,7 @@ class RegisterClient:
             self._read(host, operation)
         else:
             self._append(host, operation)
-        self._world.after(_PATIENCE_US, lambda: self._over(operation))
+        self._world.after(self._world.shape.patience_us, lambda: self._over(operation))
 
     def _pick(self) -> Host:
         names = list(self._world.hosts)

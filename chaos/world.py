@@ -70,7 +70,7 @@ class Process(Protocol):
 
 
 class HostClock:
-    """The host's monotonic and wall clock. Each runs at a rate of its own (parts per million off) and wall time steps."""
+    """The host's monotonic and wall clock: they run at a rate of their own (parts per million off), wall time steps."""
 
     def __init__(self, world: World, started_us: int, wall_offset_us: int) -> None:
         self._world = world
@@ -101,7 +101,7 @@ class HostClock:
         self._since_us = self._world.now_us
 
     def until_us(self, monotonic_s: float) -> int:
-        """How much virtual time passes until this clock shows ``monotonic_s``; rounded up, so that a timer never fires early."""
+        """How much virtual time passes until this clock shows ``monotonic_s``; rounded up: no timer fires early."""
         ahead_us = int(monotonic_s * 1_000_000) + 1 - self.monotonic_us()
         if ahead_us <= 0:
             return 0
@@ -253,7 +253,7 @@ class World:
     # ---- chance
 
     def between(self, low: int, high: int) -> int:
-        """A whole number in [low, high]. Only such draws are made: no logarithm, whose last bit differs between machines."""
+        """A whole number in [low, high]. No other draws are made: a logarithm's last bit differs between machines."""
         return low + int(self.rng.random() * (high - low + 1))
 
     def chance(self, per_thousand: int) -> bool:

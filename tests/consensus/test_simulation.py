@@ -1,4 +1,4 @@
-"""The simulator itself: our node is clean in it, the library's own class is caught, a seed is a run, the checkers bite."""
+"""The simulator itself: our node is clean in it, the library's class is caught, a seed is a run, the checkers bite."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report(outcome: Outcome) -> str:
     return f"{found}\npython -m chaos sim --profile {outcome.profile} --seed {outcome.seed} -v{stock}"
 
 
-# ---- ours is clean, and was really tried ----------------------------------------------------------------------------
+# ---- ours is clean, and was really tried ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("profile", list(PROFILES))
@@ -67,7 +67,7 @@ def test_a_campaign_comes_to_where_bugs_live() -> None:
     assert [what for what in wanted if what not in reached] == []
 
 
-# ---- the library's own class is caught ------------------------------------------------------------------------------
+# ---- the library's own class is caught -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_library_s_own_class_is_clean_when_nothing_goes_wrong() -> None:
         assert not outcome.violations, report(outcome)
 
 
-# ---- mistakes put into our own node are caught ----------------------------------------------------------------------
+# ---- mistakes put into our own node are caught ---------------------------------------------------
 
 
 def _caught(profile: str, seeds: int) -> set[str]:
@@ -131,7 +131,7 @@ def test_terms_and_votes_that_are_not_stored_are_caught(monkeypatch: pytest.Monk
     assert {"double-vote", "election-safety"} <= _caught("elections", 12)
 
 
-# ---- each checker bites -----------------------------------------------------------------------------------------------
+# ---- each checker bites --------------------------------------------------------------------------
 
 
 def checkers() -> Checkers:
@@ -281,7 +281,7 @@ def test_a_good_history_is_not_called_anything() -> None:
     assert good.violations == {}
 
 
-# ---- a seed is a run --------------------------------------------------------------------------------------------------
+# ---- a seed is a run -----------------------------------------------------------------------------
 
 _SEEDS = (("core", False), ("kill9", False), ("snapcrash", False), ("power", True), ("snap", True))
 _PROGRAM = f"""
@@ -310,7 +310,7 @@ def test_another_seed_is_another_run() -> None:
     assert simulate("net", 1).digest != simulate("net", 2).digest
 
 
-# ---- the command line ---------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def test_the_worst_finding_decides_the_status() -> None:
@@ -341,7 +341,13 @@ def test_a_trace_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--profile", "nonsense"], ["--seeds", "a-b"], ["--seeds", "9-3"], ["--stock", "--profile", "core"], ["--nonsense"]],
+    [
+        ["--profile", "nonsense"],
+        ["--seeds", "a-b"],
+        ["--seeds", "9-3"],
+        ["--stock", "--profile", "core"],
+        ["--nonsense"],
+    ],
 )
 def test_a_wrong_command_line_is_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
