@@ -32,13 +32,18 @@ class LeaseWaiter:
 
 @dataclass(frozen=True, slots=True)
 class LeaseInfo:
-    """A lease as it was at ``revision``. Without holders and waiters it is free."""
+    """A lease as it was at ``revision``. Without holders and waiters it is free.
+
+    ``holders`` and ``waiters`` show the first 1,000 of each, in a list of leases the first 20; the counts are complete.
+    """
 
     name: str
     tenant: str
     capacity: int
     holders: tuple[LeaseHolder, ...]
     waiters: tuple[LeaseWaiter, ...]
+    holder_count: int
+    waiter_count: int
     delayed_until_ms: int
     revision: int
 
@@ -152,6 +157,8 @@ def lease_info(lease: lease_pb2.Lease, revision: int) -> LeaseInfo:
             )
             for waiter in lease.waiters
         ),
+        holder_count=lease.holder_count,
+        waiter_count=lease.waiter_count,
         delayed_until_ms=lease.delayed_until_ms,
         revision=revision,
     )
