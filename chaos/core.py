@@ -58,7 +58,7 @@ class Ledger:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._checkers = world.checkers
+        self.checkers = world.checkers
         self._entries: dict[int, int] = {}  # index -> checksum of results and events
         self._revision = 0
         self._tokens: dict[str, int] = {}
@@ -79,7 +79,7 @@ class Ledger:
         known = self._entries.get(index)
         if known is not None:
             if known != encoded:
-                self._checkers.violation("digest", host, f"entry {index} had other results or events elsewhere")
+                self.checkers.violation("digest", host, f"entry {index} had other results or events elsewhere")
             return
         self._entries[index] = encoded
         for request, result, events in batch:
@@ -89,7 +89,7 @@ class Ledger:
 
     def _event(self, host: str, event: Event) -> None:
         if event.revision != self._revision + 1:
-            self._checkers.violation("revision", host, f"{event.revision} after {self._revision}")
+            self.checkers.violation("revision", host, f"{event.revision} after {self._revision}")
         self._revision = event.revision
         self._world.detail(
             host,
@@ -101,7 +101,7 @@ class Ledger:
             self._session_ended(host, event)
         elif event.kind is Kind.RECORD_COMPLETED:
             if event.subject in self._completed:
-                self._checkers.violation("completed-twice", host, f"{event.subject} in attempt {event.attempt}")
+                self.checkers.violation("completed-twice", host, f"{event.subject} in attempt {event.attempt}")
             self._completed[event.subject] = (event.attempt, b"")
         elif event.kind is Kind.RECORD_FORGOTTEN:
             self._completed.pop(event.subject, None)
@@ -111,18 +111,18 @@ class Ledger:
             owner = self._begun.setdefault((event.subject, event.attempt), event.session)
             if owner != event.session:
                 text = f"attempt {event.attempt} at {event.subject} was given to {owner} and to {event.session}"
-                self._checkers.violation("begun-twice", host, text)
+                self.checkers.violation("begun-twice", host, text)
 
     def _granted(self, host: str, event: Event) -> None:
         last = self._tokens.get(event.subject, 0)
         if event.token <= last:
-            self._checkers.violation("token", host, f"{event.subject}: token {event.token} after {last}")
+            self.checkers.violation("token", host, f"{event.subject}: token {event.token} after {last}")
         self._tokens[event.subject] = event.token
         if event.session in self._ended_sessions:
-            self._checkers.violation("granted-to-dead", host, f"{event.subject} to {event.session}, which has ended")
+            self.checkers.violation("granted-to-dead", host, f"{event.subject} to {event.session}, which has ended")
         if event.waiter and (event.session, event.waiter) in self._cancelled:
             text = f"{event.subject} to {event.waiter} of {event.session}, which had given up"
-            self._checkers.violation("granted-to-dead", host, text)
+            self.checkers.violation("granted-to-dead", host, text)
 
     def _session_ended(self, host: str, event: Event) -> None:
         self._ended_sessions[event.session] = event.kind.name
@@ -130,7 +130,7 @@ class Ledger:
         if safe_us is not None and event.kind is Kind.SESSION_EXPIRED and safe_us() > self._world.now_us:
             left_ms = (safe_us() - self._world.now_us) // 1000
             text = f"{event.session} expires, its agent relies on it for {left_ms} ms more"
-            self._checkers.violation("expired-early", host, text)
+            self.checkers.violation("expired-early", host, text)
 
     def _request(self, host: str, request: Request, result: Result, events: Sequence[Event]) -> None:
         command, key = request.command, request.key
@@ -141,10 +141,10 @@ class Ledger:
         self._world.detail(host, f"request {key.name} takes effect: {type(command).__name__}")
         count = self._executed[key.name] = self._executed.get(key.name, 0) + 1
         if count > 1:
-            self._checkers.violation("applied-twice", host, f"request {key.name}: {type(command).__name__}")
+            self.checkers.violation("applied-twice", host, f"request {key.name}: {type(command).__name__}")
         if key.name in self._never:
             text = f"request {key.name} took effect after {self._never[key.name]} was told that it never would"
-            self._checkers.violation("definite-but-happened", host, text)
+            self.checkers.violation("definite-but-happened", host, text)
 
     def forgotten(self, name: str) -> None:
         """A cancelled request is a fresh try when it comes again."""
@@ -156,12 +156,12 @@ class Ledger:
         self._never[name] = agent
         if name in self._executed:
             text = f"{agent} is told that request {name} never happened, but it did"
-            self._checkers.violation("definite-but-happened", agent, text)
+            self.checkers.violation("definite-but-happened", agent, text)
 
     def told_completed(self, agent: str, key: str, result: bytes) -> None:
         known = self.told_complete.setdefault(key, result)
         if known != result:
-            self._checkers.violation("completed-twice", agent, f"{key} completed with {known!r} and with {result!r}")
+            self.checkers.violation("completed-twice", agent, f"{key} completed with {known!r} and with {result!r}")
 
     # ---- what agents believe
 
@@ -174,7 +174,7 @@ class Ledger:
             text = (
                 f"{lease}: {belief.agent} (token {belief.token}) and {other.agent} (token {other.token}) both hold it"
             )
-            self._checkers.violation("two-holders", belief.agent, text)
+            self.checkers.violation("two-holders", belief.agent, text)
         self.beliefs[lease] = [*others, belief]
 
     def disbelieve(self, lease: str, agent: str) -> None:

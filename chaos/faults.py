@@ -242,7 +242,7 @@ class Faults:
         volumes = [host.disk.volume for host in hosts]
         sound = all(isinstance(volume, LogVolume) and volume.durable.amnesiac_term != 0 for volume in volumes)
         fresh = any(isinstance(volume, LogVolume) and not volume.durable.entries for volume in volumes)
-        if len(hosts) < 3 or not sound or fresh or not self._world.checkers.acked:
+        if len(hosts) < 3 or not sound or fresh or not self._world.checkers.acks:
             return
         host = self._target()
         volume = host.disk.volume

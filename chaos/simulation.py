@@ -177,7 +177,8 @@ class Simulation:
             self.world.run_until(self.world.now_us + SECOND)
             processes = [host.process for host in self.world.hosts.values() if isinstance(host.process, CoreProcess)]
             leftovers = [process.leftovers() for process in processes]
-            if len(processes) == len(self.world.hosts) and not any(leftovers):
+            level = len({process.applied_index() for process in processes}) == 1
+            if len(processes) == len(self.world.hosts) and level and not any(leftovers):
                 self._compare()
                 return
             counts = next((each for each in leftovers if each), counts)
