@@ -76,7 +76,7 @@ async def test_a_restarted_sidecar_finds_the_same_session_and_token(server: Doub
             assert lease.valid
             assert lease.remaining() > 5  # a process that is gone has cut nothing
             await server.start()
-            await eventually(lambda: not lease.in_jeopardy, timeout_s=2.0)
+            await eventually(lambda: not lease.in_jeopardy)
             assert await lease.check()
             assert lease.token == token
         assert not lost
@@ -90,7 +90,7 @@ async def test_a_broken_stream_of_a_living_sidecar_cuts_to_the_grace_until_it_is
         server.break_streams()
         await eventually(lambda: lease.remaining() < 1)
         assert before > 10
-        await eventually(lambda: not lease.valid, timeout_s=3.0)
+        await eventually(lambda: not lease.valid)
         assert lease.lost is not None
 
 
@@ -315,7 +315,7 @@ async def test_an_acquire_cancelled_after_the_grant_gives_it_back(server: Double
             await acquiring
         server.drop_answers = False
         server.break_streams()
-        await eventually(lambda: "job" not in server.leases, timeout_s=3.0)
+        await eventually(lambda: "job" not in server.leases)
 
 
 async def test_a_begin_that_nobody_waits_for_frees_its_key(server: Double) -> None:

@@ -106,8 +106,7 @@ def test_safe_until_never_passes_what_the_server_guarantees(steps: list[tuple[st
 
 def test_the_public_clock_goes_on() -> None:
     before = tenure.now()
-    assert tenure.now() >= before
-    assert abs(tenure.now() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))) < 5
+    assert before <= time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)) <= tenure.now()
 
 
 # ---- settings --------------------------------------------------------------------------------------------------
