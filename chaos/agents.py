@@ -81,6 +81,7 @@ class Agent:
         self._session = ""
         self._connection = ""  # of the stream; empty for a session kept by unary calls
         self._generation = 0  # how many streams this session has had
+        self._operations = 0  # over streams, in this session
         self._ttl_ms = 1_000
         self._safe_until_us = 0  # on the agent's own clock
         self._tokens: dict[str, int] = {}  # lease -> token: what this agent believes to hold
@@ -170,6 +171,7 @@ class Agent:
             raise SessionOver
         self._session, self._connection = result.session, connection
         self._generation = 1 if connection else 0
+        self._operations = 0
         self._trust_from(sent_us)
         self._ledger.session_safe[self._session] = self._safe_until_virtual_us
         self._listen()
@@ -197,7 +199,7 @@ class Agent:
         yield from self._call(ReleaseLease(tenant=TENANT, name=lease, token=token, session=self._session))
 
     def _acquire(self, lease: str) -> Step:
-        name = self._new_name("acquire")
+        key = self._new_key()
         wait_ms = self._world.between(100, 3_000) if self._world.chance(500) else 0
         waiters: list[str] = []
 
@@ -208,16 +210,16 @@ class Agent:
                 lock_delay_ms=0 if self._world.chance(800) else 200,
             )  # fmt: skip
 
-        result = yield from self._call(command, name=name)
+        result = yield from self._call(command, key=key)
         if isinstance(result, LeaseQueued):
             self._world.reach("acquire waited in line")
-            result = yield from self._wait_in_line(lease, waiters, name)
+            result = yield from self._wait_in_line(lease, waiters, key)
         if not isinstance(result, LeaseGranted) or not self._alive():
             return 0
         self._hold(lease, result.token)
         return result.token
 
-    def _wait_in_line(self, lease: str, waiters: list[str], name: str) -> Step:
+    def _wait_in_line(self, lease: str, waiters: list[str], key: RequestKey) -> Step:
         waiter = waiters[-1]
         patience_us = self._world.between(50 * MILLISECOND, 3_500 * MILLISECOND)
 
@@ -235,9 +237,11 @@ class Agent:
         if isinstance(event, Event):
             return None
         # Nothing heard: gives up. Whatever the waiter was granted meanwhile is given back.
-        self._ledger.forgotten(name)
+        self._ledger.forgotten(key)
         for each in waiters:
-            yield from self._call(CancelWait(tenant=TENANT, name=lease, session=self._session, waiter=each), name="")
+            yield from self._call(
+                CancelWait(tenant=TENANT, name=lease, session=self._session, waiter=each), natural=True
+            )
         self._world.reach("waiter gave up")
         return None
 
@@ -437,7 +441,7 @@ class Agent:
         sent_us = self._clock.monotonic_us()
         command = self._attach_command()
         connection = self._connection
-        result = yield from self._call(command, name="")
+        result = yield from self._call(command, natural=True)
         if isinstance(result, SessionAttached) and connection == self._connection:
             self._trust_if_not_lapsed(sent_us)
 
@@ -494,12 +498,14 @@ class Agent:
 
     # ---- calls
 
-    def _call(self, command: Command | Callable[[], Command], name: str | None = None) -> Step:
+    def _call(
+        self, command: Command | Callable[[], Command], *, key: RequestKey | None = None, natural: bool = False
+    ) -> Step:
         """Repeats a request under its own name until its outcome is certain, or until it is given up.
 
-        Returns the result; None when given up. ``name=""``: idempotent by nature, needs none."""
-        request = self._new_name("request") if name is None else name
-        key = RequestKey(tenant=TENANT, origin="", name=request) if request else None
+        Returns the result; None when given up. ``natural``: idempotent by nature, needs no name."""
+        if key is None and not natural:
+            key = self._new_key()
         only_definite = True
         for attempt in range(8):
             built = command if isinstance(command, Command) else command()
@@ -509,7 +515,7 @@ class Agent:
                 return outcome
             only_definite = only_definite and _is_definite(outcome)
             if only_definite and key is not None and self._world.chance(300):
-                self._ledger.told_never(self.name, request)
+                self._ledger.told_never(self.name, key)
                 self._world.reach("gave up after a definite failure")
                 return None
             if attempt > 0 and self._world.chance(300):
@@ -518,6 +524,19 @@ class Agent:
                     self._listen()
             yield self._sleep(self._world.between(10 * MILLISECOND, 300 * MILLISECOND))
         return None
+
+    def _new_key(self) -> RequestKey:
+        """Over a stream, an operation is named by its number in the session; all before it have been answered."""
+        if not self._connection:
+            return RequestKey(tenant=TENANT, origin="", name=self._new_name("request"))
+        self._operations += 1
+        return RequestKey(
+            tenant=TENANT,
+            origin=self._session,
+            name="",
+            sequence=self._operations,
+            acknowledged=self._operations - 1,
+        )
 
     def _submission(self, home: Host, command: Command, key: RequestKey | None) -> Wait:
         def ask(process: CoreProcess, answer: Callable[[Any], None]) -> None:

@@ -134,25 +134,29 @@ class Ledger:
 
     def _request(self, host: str, request: Request, result: Result, events: Sequence[Event]) -> None:
         command, key = request.command, request.key
-        if isinstance(command, CancelWait) and not isinstance(result, Refused):
+        if isinstance(command, CancelWait) and (
+            not isinstance(result, Refused) or result.reason is Reason.WAIT_NOT_FOUND
+        ):
             self._cancelled[command.session, command.waiter] = True
         if key is None or not _took_effect(command, result, events):
             return
-        self._world.detail(host, f"request {key.name} takes effect: {type(command).__name__}")
-        count = self._executed[key.name] = self._executed.get(key.name, 0) + 1
+        name = identity(key)
+        self._world.detail(host, f"request {name} takes effect: {type(command).__name__}")
+        count = self._executed[name] = self._executed.get(name, 0) + 1
         if count > 1:
-            self.checkers.violation("applied-twice", host, f"request {key.name}: {type(command).__name__}")
-        if key.name in self._never:
-            text = f"request {key.name} took effect after {self._never[key.name]} was told that it never would"
+            self.checkers.violation("applied-twice", host, f"request {name}: {type(command).__name__}")
+        if name in self._never:
+            text = f"request {name} took effect after {self._never[name]} was told that it never would"
             self.checkers.violation("definite-but-happened", host, text)
 
-    def forgotten(self, name: str) -> None:
+    def forgotten(self, key: RequestKey) -> None:
         """A cancelled request is a fresh try when it comes again."""
-        self._executed.pop(name, None)
+        self._executed.pop(identity(key), None)
 
     # ---- what agents are told
 
-    def told_never(self, agent: str, name: str) -> None:
+    def told_never(self, agent: str, key: RequestKey) -> None:
+        name = identity(key)
         self._never[name] = agent
         if name in self._executed:
             text = f"{agent} is told that request {name} never happened, but it did"
@@ -180,6 +184,10 @@ class Ledger:
     def disbelieve(self, lease: str, agent: str) -> None:
         self._world.detail(agent, f"no longer holds {lease}")
         self.beliefs[lease] = [each for each in self.beliefs.get(lease, []) if each.agent != agent]
+
+
+def identity(key: RequestKey) -> str:
+    return f"{key.origin}/{key.sequence}" if key.origin else key.name
 
 
 def _took_effect(command: Command, result: Result, events: Sequence[Event]) -> bool:

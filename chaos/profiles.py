@@ -223,6 +223,7 @@ PROFILES: dict[str, Profile] = {
                 ("full_disk", 4),
             ),
             compact_entries=100,
+            snapshot_chunk_bytes=4_000,
             drift_ppm=4_000,
         ),
         nodes=(3, 3, 5),

@@ -107,13 +107,13 @@ def _applied_twice(book: Ledger) -> None:
 
 
 def _happened_after_a_definite_no(book: Ledger) -> None:
-    book.told_never("a1", "r1")
+    book.told_never("a1", RequestKey(tenant=TENANT, origin="", name="r1"))
     book.applied("n1", 3, [_opened("r1", "s1", 1)])
 
 
 def _a_definite_no_after_it_happened(book: Ledger) -> None:
     book.applied("n1", 3, [_opened("r1", "s1", 1)])
-    book.told_never("a1", "r1")
+    book.told_never("a1", RequestKey(tenant=TENANT, origin="", name="r1"))
 
 
 def _a_gap_of_revisions(book: Ledger) -> None:
