@@ -26,7 +26,14 @@ ALLOWED: list[tuple[str, tuple[str, ...]]] = [
     ("sidecar.watch", ("sidecar.core", "sidecar.proposer")),
     (
         "sidecar.runtime",
-        ("sidecar.config", "sidecar.consensus", "sidecar.core", "sidecar.proposer", "sidecar.watch", "sidecar.observability"),
+        (
+            "sidecar.config",
+            "sidecar.consensus",
+            "sidecar.core",
+            "sidecar.proposer",
+            "sidecar.watch",
+            "sidecar.observability",
+        ),
     ),
     (
         "sidecar.services",
@@ -48,8 +55,10 @@ ALLOWED: list[tuple[str, tuple[str, ...]]] = [
     ("bench", ("bench", "sidecar", "tenure")),
 ]
 OURS = ("sidecar", "tenure", "chaos", "bench", "examples", "tests")
-PURE = {"__future__", "collections", "enum", "functools", "hashlib", "heapq", "itertools", "operator", "typing", "bisect", "zlib",
-        "types", "struct", "msgspec"}  # fmt: skip
+PURE = {
+    "__future__", "collections", "enum", "functools", "hashlib", "heapq", "itertools", "operator", "typing", "bisect",
+    "zlib", "types", "struct", "msgspec",
+}  # fmt: skip
 
 
 def modules() -> Iterator[tuple[str, Path]]:
