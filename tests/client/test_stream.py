@@ -558,6 +558,21 @@ async def test_a_slow_start_is_waited_for(folder: Path) -> None:
     await server.stop()
 
 
+async def test_a_session_that_was_long_in_opening_is_a_fresh_one(server: Double) -> None:
+    """As when the cluster has no leader yet: its ttl counts from the try that was answered, not from the first."""
+    server.mute = True
+    connecting = asyncio.ensure_future(_await(tenure.connect(server.address, ttl_ms=600)))
+    await eventually(lambda: len(server.attaches) == 1)
+    server.mute = False
+    client = await connecting  # by the second try: the first is given up after a second, which is more than the ttl
+    assert len(server.attaches) == 2
+    assert server.attaches[0].open.request_id == server.attaches[1].open.request_id
+    async with client.lease("job"):
+        assert client.session_id == "s1"
+    assert not server.closed_sessions
+    await client.close()
+
+
 async def _await(connecting: object) -> tenure.Client:
     return await connecting  # type: ignore[misc,no-any-return]
 

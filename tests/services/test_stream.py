@@ -469,6 +469,18 @@ async def test_a_session_opened_twice_by_one_request(shared: Cluster) -> None:
         assert await two.acquire(1, "twice/opened")
 
 
+async def test_the_ttl_counts_from_the_request_that_was_answered(shared: Cluster) -> None:
+    """A client that was not answered asks again, and counts from then: whatever opened the session, this renewed it."""
+    stubs = shared.stubs()
+    async with agent(stubs, request_id="renews", ttl_ms=60_000) as one:
+        opened = session_row(shared, one.session)
+        await eventually(lambda: shared[0].proposer.cluster_now_ms() > opened.deadline_ms - 60_000)
+        asked_ms = shared[0].proposer.cluster_now_ms()
+        async with agent(stubs, request_id="renews", ttl_ms=60_000) as two:
+            assert two.session == one.session
+            assert two.attached.session.deadline_ms >= asked_ms + 60_000
+
+
 async def test_a_slow_reader_is_cut_off(shared: Cluster) -> None:
     stubs = shared.stubs()
     one = Agent(stubs)

@@ -69,14 +69,6 @@ class Options:
     clock: clock.Clock = clock.now
 
 
-@dataclass(slots=True)
-class _Opening:
-    """The identity of the request that opens a session: repeated until it is answered, so that only one is opened."""
-
-    request_id: str
-    first_sent_at: float | None = None
-
-
 class Connection:
     """See the rules at the top of this file."""
 
@@ -86,7 +78,8 @@ class Connection:
         self.on_granted: Callable[[Session, str, int], None] = lambda session, name, token: None
         self.last_error: errors.TenureError | None = None
         self.session = self._new_session()
-        self._opening = _Opening(uuid.uuid4().hex)
+        # The identity of the request that opens the session: repeated until it is answered, so that only one is opened.
+        self._opening_id = uuid.uuid4().hex
         self._stream: Stream | None = None
         self._carried: Session | None = None
         self._broken: tuple[addresses.Address, float] | None = None
@@ -208,7 +201,7 @@ class Connection:
             self._retired.append(session.id)
         self._attached.clear()
         self.session = self._new_session()
-        self._opening = _Opening(uuid.uuid4().hex)
+        self._opening_id = uuid.uuid4().hex
         self._kick.set()
 
     def _rearm(self) -> None:
@@ -389,18 +382,12 @@ class Connection:
             raise errors.ConnectError(found.problem, reason="NO_SIDECAR")
         self.owner.check()
         attach = session_pb2.Attach(tenant=self.options.tenant, session_id=session.id)
-        opening = self._opening
         if not session.id:
-            attach.open.CopyFrom(self._open_request(opening))
-            if opening.first_sent_at is None:
-                opening.first_sent_at = self.options.clock()
+            attach.open.CopyFrom(self._open_request())
         stream, attached = await self._attach(address, session, attach, timeout)
-        sent_at = stream.attach_sent_at
-        if not session.id and opening.first_sent_at is not None:
-            # A repeat finds the session that the first request opened, and that one's ttl counts from then.
-            sent_at = opening.first_sent_at
         if session.ended is None:
-            session.attached(attached, sent_at)
+            # Also when an earlier, unanswered request has opened it: attaching renews.
+            session.attached(attached, stream.attach_sent_at)
         return stream
 
     async def _attach(
@@ -415,11 +402,11 @@ class Connection:
                 self._may_be_cut(address, session)
             raise
 
-    def _open_request(self, opening: _Opening) -> session_pb2.OpenSessionRequest:
+    def _open_request(self) -> session_pb2.OpenSessionRequest:
         options = self.options
         return session_pb2.OpenSessionRequest(
             tenant=options.tenant,
-            request_id=opening.request_id,
+            request_id=self._opening_id,
             info=options.info,
             ttl_ms=options.timing.ttl_ms,
             disconnect_grace_ms=options.grace_ms,
@@ -439,7 +426,7 @@ class Connection:
             session.end("session_ended")
         else:
             # The session that an earlier, unanswered request opened has ended meanwhile.
-            self._opening = _Opening(uuid.uuid4().hex)
+            self._opening_id = uuid.uuid4().hex
 
     # ---- calls -------------------------------------------------------------------------------------------------
 

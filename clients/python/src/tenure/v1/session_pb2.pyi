@@ -591,7 +591,9 @@ class Attached(_message.Message):
     held_complete: _builtins.bool
     """False when it holds more than the 10,000 leases shown."""
     @_builtins.property
-    def session(self) -> Global___Session: ...
+    def session(self) -> Global___Session:
+        """Its ttl counts from when this stream sent its attach, also when an earlier request with the same id has opened it."""
+
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseGranted]:
         """What the session holds now, by name: what an agent thinks it holds and is not here was lost while it had no stream."""
