@@ -112,8 +112,8 @@ class AttachSession(_Command, frozen=True, tag=12):
     session: str
     connection: str
     node: str
-    # The client counts the streams it ties to a session, from 1 for the one that opened it. An attach that was overtaken
-    # by a later one of the client is refused: it would take the session back for a stream that is gone. 0 is not ordered.
+    # The client counts the streams it ties to a session, from 1 for the one that opened it. An attach that was
+    # overtaken by a later one is refused: it would take the session back for a stream that is gone. 0 is not ordered.
     generation: int = 0
 
 
