@@ -50,8 +50,10 @@ def clean(outcome: Outcome) -> None:
     ],
 )
 def test_a_seed_that_breaks_the_library_does_not_break_ours(hole: str, profile: str, seed: int, kind: str) -> None:
-    assert kind in kinds(simulate(profile, seed, stock=True)), f"{hole}: the seed does not show it any more"
-    for near in (seed, seed + 1, seed + 2):
+    seeds = [seed, *range(80)]  # the first shows it at the time of writing; a changed profile moves it elsewhere
+    shows_it = next((each for each in seeds if kind in kinds(simulate(profile, each, stock=True))), None)
+    assert shows_it is not None, f"{hole}: no seed shows it any more"
+    for near in (shows_it, shows_it + 1, shows_it + 2):
         clean(simulate(profile, near))
 
 
