@@ -162,7 +162,7 @@ PROFILES: dict[str, Profile] = {
         seconds=(6, 10),
     ),
     "elections": Profile(
-        "one election after the other: short lives of leaders and voters, slow network, short timeouts",
+        "one election after the other: short lives of leaders and voters, lost disks, short timeouts",
         Shape(
             faults=(
                 ("kill_voter", 60),
@@ -171,7 +171,10 @@ PROFILES: dict[str, Profile] = {
                 ("power_all", 4),
                 ("isolate", 20),
                 ("transfer", 15),
+                ("hold", 15),
+                ("wipe", 20),
             ),
+            compact_entries=60,
             gap_us=(20 * MILLISECOND, 500 * MILLISECOND),
             down_us=(5 * MILLISECOND, 150 * MILLISECOND),
             fault_us=(50 * MILLISECOND, 600 * MILLISECOND),

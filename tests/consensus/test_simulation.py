@@ -135,6 +135,11 @@ def test_terms_and_votes_that_are_not_stored_are_caught(monkeypatch: pytest.Monk
     assert _caught("elections", 40, "election-safety")
 
 
+def test_an_empty_node_that_votes_at_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Raft, "_mark_if_empty", lambda self: None)
+    assert _caught("wipe", 40, "acked-lost")
+
+
 # ---- each checker bites --------------------------------------------------------------------------
 
 
