@@ -38,7 +38,7 @@ import os
 import random
 import socket
 import ssl
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -499,13 +499,14 @@ class TcpPeerTransport:
                 await self.loop.sock_connect(sock, address)
             connection = self._admit(_Connection(self, link))
             made = connection
-            await self.loop.create_connection(
-                lambda: made,
-                sock=sock,
-                ssl=self._client_tls,
-                server_hostname="" if self._client_tls else None,  # the SAN URI is checked instead of a host name
-                ssl_handshake_timeout=self.settings.introduction_timeout_s if self._client_tls else None,
-            )
+            with _given_away(sock):
+                await self.loop.create_connection(
+                    lambda: made,
+                    sock=sock,
+                    ssl=self._client_tls,
+                    server_hostname="" if self._client_tls else None,  # the SAN URI is checked instead of a host name
+                    ssl_handshake_timeout=self.settings.introduction_timeout_s if self._client_tls else None,
+                )
         except BaseException as error:
             if connection is None or connection.transport is None:
                 sock.close()
@@ -762,6 +763,25 @@ class TcpPeerTransport:
             return
         self._logged_at[reason, who] = (now, 0)
         _log.warning("%s%s", words, f" ({withheld} more like this)" if withheld else "")
+
+
+@contextlib.contextmanager
+def _given_away(sock: socket.socket) -> Iterator[None]:
+    """While the event loop takes ``sock`` over. uvloop closes the descriptor of a connection that breaks in that very
+    moment and does not tell the object, which would close it once more: by then it may be the log's."""
+    inode = os.fstat(sock.fileno()).st_ino
+    try:
+        yield
+    finally:
+        if sock.fileno() != -1 and _inode(sock.fileno()) != inode:
+            sock.detach()
+
+
+def _inode(descriptor: int) -> int | None:
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return None
 
 
 def _tune(sock: socket.socket, settings: TransportSettings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import gc
 import os
 import resource
 import socket
@@ -797,6 +798,52 @@ def test_a_dial_gives_up_in_time_and_tries_again(run: Run, black_hole: tuple[str
             await eventually(lambda: one.connected("n2"))
 
     run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def resetting() -> AsyncIterator[int]:
+    """The port of a listener that resets every connection at once."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+
+    async def reset_all() -> None:
+        while True:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+
+    task = asyncio.create_task(reset_all())
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        listener.close()
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_a_dial_that_is_reset_closes_its_own_descriptor_and_no_other(
+    run: Run, authorities: dict[str, Path], protected: bool
+) -> None:
+    tls = contexts(authorities["ours"], "n1") if protected else None
+    opened: list[int] = []
+
+    async def scenario() -> None:
+        quick = {"backoff_min_s": 0.001, "backoff_max_s": 0.002}
+        async with resetting() as at, transport(peers=["n2"], tls=tls, **quick) as (one, _):
+            one.set_address("n2", ("127.0.0.1", at))
+            counters = one.counters
+            for _ in range(60):
+                ended = counters.dials_failed + sum(counters.refused.values())
+                await eventually(lambda: counters.dials_failed + sum(counters.refused.values()) > ended)  # noqa: B023
+                opened.append(os.open(os.devnull, os.O_RDONLY))  # takes the lowest number that is free
+
+    try:
+        run(scenario())
+    finally:
+        gc.collect()
+        for descriptor in opened:
+            os.close(descriptor)  # raises when somebody has closed it before
 
 
 def test_a_name_that_does_not_exist_is_only_a_failed_dial(run: Run) -> None:
