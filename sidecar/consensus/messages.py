@@ -139,6 +139,20 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=15):
     index: Count
 
 
+class HandOver(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """Follower to leader: hand over to this node, or to the fittest."""
+
+    number: Count
+    to: str | None
+
+
+class HandOverRefused(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """It did not come about. (That it did shows: there is another leader.)"""
+
+    number: Count
+    reason: str
+
+
 Body = (
     Append
     | Appended
@@ -155,6 +169,8 @@ Body = (
     | Forward
     | Hello
     | Admit
+    | HandOver
+    | HandOverRefused
 )
 
 

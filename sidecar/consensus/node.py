@@ -31,6 +31,8 @@ from sidecar.consensus.messages import (
     Append,
     Body,
     Forward,
+    HandOver,
+    HandOverRefused,
     MalformedFrame,
     ReadReply,
     ReadRequest,
@@ -143,10 +145,13 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 class _Handover(msgspec.Struct):
-    to: str
+    """Under way: on the leader, and on the follower that passed the request on to it."""
+
+    leader: str  # that is to be followed by another
     term: int
     deadline_s: float
     done: Callable[[str | None], None]
+    to: str = ""  # on the leader
     asked_s: float = -1.0
 
 
@@ -206,6 +211,7 @@ class Node:
         self._refused_by: tuple[str | None, int] | None = None
 
         self._handover: _Handover | None = None
+        self._handover_number = 0  # of the question to the leader
 
         self._compacting = False
         self._compaction_wanted: list[Callable[[int, int, str | None], None]] = []
@@ -325,6 +331,10 @@ class Node:
             self._on_read_request(peer, body.number)
         elif isinstance(body, ReadReply):
             self._on_read_reply(peer, body)
+        elif isinstance(body, HandOver):
+            self._on_hand_over(peer, body)
+        elif isinstance(body, HandOverRefused):
+            self._on_hand_over_refused(peer, body)
 
     def _send_all(self) -> None:
         self._raft.rounds_left()
@@ -539,45 +549,72 @@ class Node:
     # ---- handing leadership over -----------------------------------------------------------------------------------
 
     def transfer_leadership(self, to: str | None, done: Callable[[str | None], None]) -> None:
-        """``done(None)`` when another node leads, else with the reason it failed. The leader stops taking entries
-        meanwhile. ``done`` is called at the end of a turn."""
+        """``done(None)`` when another node leads, else with the reason it failed. A follower passes it on to the
+        leader, which takes no entries meanwhile. ``done`` is called at the end of a turn."""
         self._wake()
-        raft = self._raft
-        target, reason = self._handover_target(to)
+        reason = self._begin_handover(to, done) if self._raft.leads() else self._ask_for_handover(to, done)
         if reason is not None:
             self._completions.append(lambda: done(reason))
-            return
-        deadline_s = self._clock.monotonic_s() + 2 * self.settings.election_max_ms / 1000
-        self._handover = _Handover(target, raft.term(), deadline_s, done)
-        raft.take_entries = False
 
-    def _handover_target(self, to: str | None) -> tuple[str, str | None]:
+    def _begin_handover(self, to: str | None, done: Callable[[str | None], None]) -> str | None:
+        """Returns why not."""
         raft = self._raft
-        if not raft.leads():
-            return "", f"this node does not lead; the leader is {raft.leader() or 'not known'}"
         if self._handover is not None:
-            return "", f"leadership is being handed over to {self._handover.to} already"
-        if to is not None and to not in self.settings.peers:
-            return "", f"{to} is not another node of this cluster"
+            return f"leadership is being handed over to {self._handover.to} already"
+        if to == self.settings.node_id:
+            return f"{to} leads already"
         fit = [
             (progress.match, peer)
             for peer, progress in sorted(raft.progress.items())
             if peer in raft.connected_peers and progress.standing is Standing.VOTER and to in (None, peer)
         ]
         if not fit:
-            return "", f"{to or 'no other node'} is connected and able to lead"
-        return max(fit)[1], None
+            return f"{to} cannot be reached, or cannot lead" if to else "no other node is connected and able to lead"
+        deadline_s = self._clock.monotonic_s() + 2 * self.settings.election_max_ms / 1000
+        self._handover = _Handover(self.settings.node_id, raft.term(), deadline_s, done, to=max(fit)[1])
+        raft.take_entries = False
+        return None
+
+    def _ask_for_handover(self, to: str | None, done: Callable[[str | None], None]) -> str | None:
+        """Returns why not."""
+        raft, leader = self._raft, self._raft.leader()
+        if leader is None or leader not in raft.connected_peers:
+            return "no leader is known to this node, or it cannot be reached"
+        if self._handover is not None:
+            return "this node has asked the leader to hand over already"
+        # The leader gives up before that, and says so.
+        deadline_s = self._clock.monotonic_s() + 3 * self.settings.election_max_ms / 1000
+        self._handover = _Handover(leader, raft.term(), deadline_s, done)
+        self._handover_number += 1
+        raft.outbox.append(Outgoing(leader, raft.term(), 0, HandOver(self._handover_number, to)))
+        return None
+
+    def _on_hand_over(self, peer: str, request: HandOver) -> None:
+        def done(reason: str | None) -> None:
+            if reason is not None:
+                refusal = HandOverRefused(request.number, reason)
+                self._raft.outbox.append(Outgoing(peer, self._raft.term(), 0, refusal))
+                self._wake()
+
+        if self._raft.leads():
+            self.transfer_leadership(request.to, done)
+        else:  # never passed on twice
+            done(f"{self.settings.node_id} does not lead")
+
+    def _on_hand_over_refused(self, peer: str, refusal: HandOverRefused) -> None:
+        if self._handover is not None and (self._handover.leader, self._handover_number) == (peer, refusal.number):
+            self._end_handover(refusal.reason)
 
     def _continue_handover(self) -> None:
         handover, raft, now = self._handover, self._raft, self._clock.monotonic_s()
         if handover is None:
             return
-        if raft.term() != handover.term and raft.leader() not in (None, self.settings.node_id):
+        if raft.term() != handover.term and raft.leader() not in (None, handover.leader):
             self._end_handover(None)
-        elif raft.term() != handover.term and raft.leads():
-            self._end_handover("this node was elected again")
+        elif raft.term() != handover.term and raft.leader() == handover.leader:
+            self._end_handover(f"{handover.leader} was elected again")
         elif now > handover.deadline_s:
-            self._end_handover(f"{handover.to} has not taken over in time")
+            self._end_handover(f"{handover.to or 'another node'} has not taken over in time")
         elif (
             raft.leads()
             and raft.progress[handover.to].match == raft.last_index()

@@ -82,9 +82,9 @@ class _Cluster:
     ) -> cluster_pb2.TransferLeadershipResponse:
         runtime = self._runtime
         to = check.optional_identifier(request.to_node_id, "to_node_id", check.NODE_ID_BYTES_MAX) or None
-        nodes = sorted(runtime.node.status().peers)
+        nodes = sorted(runtime.settings.peers)
         if to is not None and to not in nodes:
-            raise problem(Problem.NODE_NOT_FOUND, f"there is no other node {to}", nodes=",".join(nodes))
+            raise problem(Problem.NODE_NOT_FOUND, f"there is no node {to} in this cluster", nodes=",".join(nodes))
         done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         runtime.node.transfer_leadership(to, lambda reason: None if done.done() else done.set_result(reason))
         try:

@@ -104,8 +104,8 @@ PROBLEMS: Mapping[Problem, Row] = {
     Problem.DRAINING: _row(Code.UNAVAILABLE, "The sidecar is stopping and opens no new sessions; sessions it has are served on. Use another one.", retry_ms=1_000),
     Problem.READ_NOT_CONFIRMED: _row(Code.UNAVAILABLE, "A linearizable read could not be confirmed: no leader, or no quorum. Try again, or read with `CONSISTENCY_LOCAL`.", retry_ms=500),
     Problem.WAIT_CANCELLED: _row(Code.ABORTED, "The place in line was given up at the caller's request; the lease is not held."),
-    Problem.NODE_NOT_FOUND: _row(Code.NOT_FOUND, "No other node of the cluster has this id; the fact `nodes` lists them."),
-    Problem.LEADERSHIP_NOT_TRANSFERRED: _row(Code.FAILED_PRECONDITION, "Leadership did not move: this node does not lead (the fact `leader` names who does), or the target is not caught up or not reachable.", retry_ms=1_000),
+    Problem.NODE_NOT_FOUND: _row(Code.NOT_FOUND, "No node of the cluster has this id; the fact `nodes` lists them."),
+    Problem.LEADERSHIP_NOT_TRANSFERRED: _row(Code.FAILED_PRECONDITION, "Leadership did not move: no leader is known, or the target leads already, cannot be reached or has not caught up. The fact `leader` names who leads.", retry_ms=1_000),
     Problem.SNAPSHOT_FAILED: _row(Code.FAILED_PRECONDITION, "The snapshot could not be written, or one is being written already. The old one is still in place.", retry_ms=1_000),
     Problem.INTERNAL: _row(Code.INTERNAL, "A defect of the sidecar; its log has the details. It may have happened.", definite=False),
 }

@@ -13,6 +13,8 @@ from sidecar.consensus.messages import (
     Append,
     Body,
     Envelope,
+    HandOver,
+    HandOverRefused,
     LogEntry,
     MalformedFrame,
     PreVoteRequest,
@@ -298,6 +300,83 @@ def test_a_handover_that_does_not_come_about_is_given_up() -> None:
     assert results[0] is not None
     assert "not taken over in time" in results[0]
     assert leader.application.applied == [b"waits"]
+
+
+@pytest.mark.parametrize("target", ["itself", "third", "anybody"])
+def test_a_follower_passes_a_handover_on(target: str) -> None:
+    cluster = Cluster(3)
+    leader = cluster.leader()
+    cluster.run(500)
+    asked, other = cluster.followers()
+    to = {"itself": asked.name, "third": other.name, "anybody": None}[target]
+    results: list[str | None] = []
+    assert asked.node is not None
+    asked.node.transfer_leadership(to, results.append)
+    cluster.run(50)
+    assert results == [None]
+    assert not leader.raft.leads()
+    assert asked.raft.leader() in ([to] if to else [asked.name, other.name])
+    cluster.propose(b"x")
+    cluster.run(200)
+    assert leader.application.applied == [b"x"]
+
+
+def test_a_follower_tells_why_the_leader_does_not_hand_over() -> None:
+    cluster = Cluster(3)
+    leader = cluster.leader()
+    cluster.run(500)
+    asked, other = cluster.followers()
+    results: list[str | None] = []
+    assert asked.node is not None
+    asked.node.transfer_leadership(leader.name, results.append)
+    cluster.run(20)
+    assert results == [f"{leader.name} leads already"]
+    cluster.drop = lambda source, target, envelope: isinstance(envelope.body, TimeoutNow)
+    asked.node.transfer_leadership(other.name, results.append)
+    asked.node.transfer_leadership(other.name, results.append)
+    cluster.run(20)
+    assert results[1] == "this node has asked the leader to hand over already"
+    cluster.run(4_000)
+    assert results[2] == f"{other.name} has not taken over in time"
+    cluster.isolate(asked.name)
+    cluster.run(20)
+    asked.node.transfer_leadership(None, results.append)
+    cluster.run(20)
+    assert "no leader is known" in str(results[3])
+
+
+def test_a_handover_that_was_passed_on_always_ends() -> None:
+    """The question or its answer may be lost, or the leader; an answer of the past answers nothing."""
+    cluster = Cluster(3)
+    leader = cluster.leader()
+    cluster.run(500)
+    asked, other = cluster.followers()
+    results: list[str | None] = []
+    assert asked.node is not None
+    cluster.drop = lambda source, target, envelope: isinstance(envelope.body, HandOver)
+    asked.node.transfer_leadership(other.name, results.append)
+    cluster.run(20)
+    asked.inject(leader.name, HandOverRefused(number=77, reason="of another question"), term=leader.raft.term())
+    asked.inject(other.name, HandOverRefused(number=1, reason="of another node"), term=leader.raft.term())
+    cluster.run(6_000)
+    assert results == ["another node has not taken over in time"]
+    asked.inject(leader.name, HandOverRefused(number=1, reason="too late"), term=leader.raft.term())
+    asked.node.transfer_leadership(other.name, results.append)
+    cluster.crash(leader.name)
+    cluster.run(6_000)
+    assert results[1:] == [None]  # another leads, which is what was asked for
+
+
+def test_a_handover_is_not_passed_on_twice() -> None:
+    cluster = Cluster(3)
+    leader = cluster.leader()
+    cluster.run(500)
+    one, other = cluster.followers()
+    cluster.log.clear()
+    one.inject(other.name, HandOver(number=5, to=other.name), term=leader.raft.term())
+    cluster.run(20)
+    said = [envelope.body for _, _, envelope in cluster.log if isinstance(envelope.body, HandOver | HandOverRefused)]
+    assert said == [HandOverRefused(number=5, reason=f"{one.name} does not lead")]
 
 
 # ---- snapshots of the node's own ------------------------------------------------------------------------------------

@@ -144,20 +144,56 @@ async def test_any_node_answers(tmp_path: Path) -> None:
         await eventually(equal)
 
 
-async def test_leadership_moves_on_request(tmp_path: Path) -> None:
+async def move(asked: Stubs, to: str = "") -> cluster_pb2.TransferLeadershipResponse:
+    request = cluster_pb2.TransferLeadershipRequest(to_node_id=to)
+    return await asked.cluster.TransferLeadership(request, timeout=DEADLINE_S)
+
+
+async def heard_by_leader(cluster: Cluster) -> None:
+    """A leader hands over only to a node that has answered it."""
+    peers = cluster.leader.runtime.node.status
+    await eventually(lambda: all(contact_ms >= 0 for _, _, contact_ms in peers().peers.values()))
+
+
+async def test_leadership_moves_at_the_request_of_any_node(tmp_path: Path) -> None:
+    """A follower passes it on, and answers when it knows the new leader: itself, a third node, or whoever is fit."""
     async with running_cluster(tmp_path, 3) as cluster:
-        leader, follower = cluster.leader, cluster.follower
-        request = cluster_pb2.TransferLeadershipRequest(to_node_id=follower.node_id)
-        wrong = await refused(
-            cluster.stubs(follower).cluster.TransferLeadership(
-                cluster_pb2.TransferLeadershipRequest(to_node_id=leader.node_id), timeout=DEADLINE_S
-            )
-        )
-        assert (wrong.code, wrong.reason) == (Code.FAILED_PRECONDITION, "LEADERSHIP_NOT_TRANSFERRED")
-        assert wrong.facts["leader"] == leader.node_id
-        moved = await cluster.stubs(leader).cluster.TransferLeadership(request, timeout=DEADLINE_S)
-        assert moved.leader_id == follower.node_id
-        await eventually(follower.leads)
+        await heard_by_leader(cluster)
+        for asked_leads, target in ((True, "other"), (False, "itself"), (False, "third"), (False, "anybody")):
+            leader = cluster.leader
+            one, other = (sidecar for sidecar in cluster.sidecars if sidecar is not leader)
+            to = {"other": other, "itself": one, "third": other, "anybody": None}[target]
+            stubs = cluster.stubs(leader if asked_leads else one)
+            before = leader.runtime.node.status().term
+            moved = await move(stubs, to.node_id if to else "")
+            assert moved.term > before, target
+            assert moved.leader_id in ([to.node_id] if to else [one.node_id, other.node_id]), target
+            await eventually(lambda: any(sidecar.leads() for sidecar in cluster.sidecars))
+            assert cluster.leader.node_id == moved.leader_id
+            await heard_by_leader(cluster)
+
+
+async def test_leadership_that_does_not_move(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, 3) as cluster:
+        leader = cluster.leader
+        one, other = (sidecar for sidecar in cluster.sidecars if sidecar is not leader)
+        for asked in cluster.sidecars:
+            unknown = await refused(move(cluster.stubs(asked), "n9"))
+            assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "NODE_NOT_FOUND")
+            assert unknown.facts["nodes"] == "n1,n2,n3"
+            there = await refused(move(cluster.stubs(asked), leader.node_id))
+            assert (there.code, there.reason) == (Code.FAILED_PRECONDITION, "LEADERSHIP_NOT_TRANSFERRED")
+            assert f"{leader.node_id} leads already" in there.message
+            assert there.facts["leader"] == leader.node_id
+        await other.stop()
+        await eventually(lambda: not leader.runtime.node.status().peers[other.node_id][0])
+        for asked in (leader, one):
+            away = await refused(move(cluster.stubs(asked), other.node_id))
+            assert (away.code, away.reason) == (Code.FAILED_PRECONDITION, "LEADERSHIP_NOT_TRANSFERRED")
+        await leader.stop()
+        await eventually(lambda: not one.runtime.node.status().leader)
+        nobody = await refused(move(cluster.stubs(one)))
+        assert (nobody.reason, nobody.facts["leader"]) == ("LEADERSHIP_NOT_TRANSFERRED", "")
 
 
 async def test_without_a_quorum(tmp_path: Path) -> None:

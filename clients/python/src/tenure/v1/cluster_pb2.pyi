@@ -180,7 +180,7 @@ class TransferLeadershipRequest(_message.Message):
 
     TO_NODE_ID_FIELD_NUMBER: _builtins.int
     to_node_id: _builtins.str
-    """Empty: the most caught-up follower."""
+    """Empty: the most caught-up follower. A node of the cluster, which may be the one that is asked."""
     def __init__(
         self,
         *,
