@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tenure.v1 import cluster_pb2, dedup_pb2, lease_pb2, session_pb2
 
+from sidecar.services import SERVER_OPTIONS
 from tests.services.calls import DEADLINE_S, Code, acquire, get_lease, open_session, refused
 from tests.services.cluster import Cluster, Stubs, running_cluster
 from tests.waiting import eventually
@@ -89,6 +90,18 @@ async def test_health(shared: Cluster) -> None:
     watching.cancel()
     listed = (await health.List(health_pb2.HealthListRequest())).statuses
     assert set(SERVICES) <= set(listed)
+
+
+def test_clients_may_ping_every_ten_seconds() -> None:
+    """G01: with gRPC's defaults, a client that pings a quiet stream oftener than every five minutes is told to go away.
+    And this end finds a dead client within half a minute."""
+    options = dict(SERVER_OPTIONS)
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000 / 2
+    assert options["grpc.http2.max_ping_strikes"] == 0
+    assert options["grpc.http2.max_pings_without_data"] == 0
+    assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 30_000
+    assert not {"grpc.max_connection_age_ms", "grpc.max_connection_idle_ms"} & set(options)
 
 
 async def test_reflection(shared: Cluster) -> None:
