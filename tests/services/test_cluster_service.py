@@ -92,7 +92,7 @@ async def test_health(shared: Cluster) -> None:
     assert set(SERVICES) <= set(listed)
 
 
-def test_clients_may_ping_every_ten_seconds() -> None:
+async def test_clients_may_ping_every_ten_seconds() -> None:
     """G01: with gRPC's defaults, a client that pings a quiet stream oftener than every five minutes is told to go away.
     And this end finds a dead client within half a minute."""
     options = dict(SERVER_OPTIONS)
