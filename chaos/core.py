@@ -44,7 +44,7 @@ TENANT = "sim"
 _DIGEST_EVERY = 16  # a digest encodes the whole state
 _LIMITS = Limits(events_max=400)
 
-Applied = tuple[Request, Result, Sequence[Event]]
+Applied = tuple[Stamp, Request, Result, Sequence[Event]]
 
 
 class Belief(NamedTuple):
@@ -75,17 +75,25 @@ class Ledger:
     # ---- the one history
 
     def applied(self, host: str, index: int, batch: list[Applied]) -> None:
-        encoded = zlib.crc32(msgspec.msgpack.encode([(result, list(events)) for _, result, events in batch]))
+        encoded = zlib.crc32(msgspec.msgpack.encode([(result, list(events)) for _, _, result, events in batch]))
         known = self._entries.get(index)
         if known is not None:
             if known != encoded:
                 self.checkers.violation("digest", host, f"entry {index} had other results or events elsewhere")
             return
         self._entries[index] = encoded
-        for request, result, events in batch:
+        for stamp, request, result, events in batch:
+            self._time(host, stamp)
             for event in events:
                 self._event(host, event)
-            self._request(host, request, result, events)
+            self._request(host, stamp, request, result, events)
+
+    def _time(self, host: str, stamp: Stamp) -> None:
+        """Cluster time began with the world, and may fall behind real time, but never runs ahead of it."""
+        drift_us = self._world.now_us * self._world.shape.drift_ppm // 1_000_000
+        ahead_us = stamp.cluster_ms * 1_000 - (self._world.now_us + drift_us)
+        if ahead_us > 0:
+            self.checkers.violation("cluster-time", host, f"cluster time is {ahead_us} us ahead of real time")
 
     def _event(self, host: str, event: Event) -> None:
         if event.revision != self._revision + 1:
@@ -132,7 +140,7 @@ class Ledger:
             text = f"{event.session} expires, its agent relies on it for {left_ms} ms more"
             self.checkers.violation("expired-early", host, text)
 
-    def _request(self, host: str, request: Request, result: Result, events: Sequence[Event]) -> None:
+    def _request(self, host: str, stamp: Stamp, request: Request, result: Result, events: Sequence[Event]) -> None:
         command, key = request.command, request.key
         if isinstance(command, CancelWait) and (
             not isinstance(result, Refused) or result.reason is Reason.WAIT_NOT_FOUND
@@ -141,6 +149,9 @@ class Ledger:
         if key is None or not _took_effect(command, result, events):
             return
         name = identity(key)
+        if request.not_after_ms and stamp.cluster_ms > request.not_after_ms:
+            late_ms = stamp.cluster_ms - request.not_after_ms
+            self.checkers.violation("applied-late", host, f"request {name}, {late_ms} ms after its deadline")
         self._world.detail(host, f"request {name} takes effect: {type(command).__name__}")
         count = self._executed[name] = self._executed.get(name, 0) + 1
         if count > 1:
@@ -217,7 +228,7 @@ class ObservedMachine(Machine):
 
     def apply(self, stamp: Stamp, request: Request) -> tuple[Result, Sequence[Event]]:
         result, events = super().apply(stamp, request)
-        self.batch.append((request, result, events))
+        self.batch.append((stamp, request, result, events))
         return result, events
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from chaos.checkers import Checkers
-from chaos.core import TENANT, Belief, Ledger
+from chaos.core import TENANT, Applied, Belief, Ledger
 from chaos.profiles import Shape
 from chaos.simulation import simulate
 from chaos.world import SECOND, World
@@ -23,6 +23,7 @@ from sidecar.core.commands import (
     RequestKey,
     Result,
     SessionOpened,
+    Stamp,
     Tick,
 )
 from sidecar.core.events import Event, Kind
@@ -34,8 +35,12 @@ from sidecar.proposer import Proposer
 # ---- made-up histories --------------------------------------------------------------------------------
 
 
+NOW = Stamp(9_000, 9_000)
+
+
 def ledger() -> Ledger:
     world = World(0, Shape())
+    world.now_us = 10 * SECOND
     world.checkers = Checkers(world)
     world.ledger = Ledger(world)
     return world.ledger
@@ -48,20 +53,22 @@ def event(revision: int, kind: Kind, subject: str = "job", **fields: Any) -> Eve
 def happens(
     book: Ledger, index: int, *events: Event, request: Request | None = None, result: Result | None = None
 ) -> None:
-    book.applied("n1", index, [(request or Request(command=Tick()), result or Done(), list(events))])
+    book.applied("n1", index, [(NOW, request or Request(command=Tick()), result or Done(), list(events))])
 
 
-def _opened(name: str, session: str, revision: int) -> tuple[Request, Result, Sequence[Event]]:
+def _opened(name: str, session: str, revision: int, not_after_ms: int = 0) -> Applied:
     request = Request(
-        command=OpenSession(tenant=TENANT, suffix="x"), key=RequestKey(tenant=TENANT, origin="", name=name)
+        command=OpenSession(tenant=TENANT, suffix="x"),
+        key=RequestKey(tenant=TENANT, origin="", name=name),
+        not_after_ms=not_after_ms,
     )
     result = SessionOpened(session=session, opened_ms=1, deadline_ms=2, revision=revision)
-    return request, result, [event(revision, Kind.SESSION_OPENED, session, session=session)]
+    return NOW, request, result, [event(revision, Kind.SESSION_OPENED, session, session=session)]
 
 
 def _two_holders(book: Ledger) -> None:
-    book.believe("job", Belief("a1", 1, SECOND))
-    book.believe("job", Belief("a2", 2, SECOND))
+    book.believe("job", Belief("a1", 1, 11 * SECOND))
+    book.believe("job", Belief("a2", 2, 11 * SECOND))
 
 
 def _a_token_again(book: Ledger) -> None:
@@ -82,7 +89,7 @@ def _granted_to_one_who_gave_up(book: Ledger) -> None:
 
 
 def _expired_early(book: Ledger) -> None:
-    book.session_safe["s1"] = lambda: SECOND
+    book.session_safe["s1"] = lambda: 11 * SECOND
     happens(book, 3, event(1, Kind.SESSION_EXPIRED, "s1", session="s1"))
 
 
@@ -116,6 +123,14 @@ def _a_definite_no_after_it_happened(book: Ledger) -> None:
     book.told_never("a1", RequestKey(tenant=TENANT, origin="", name="r1"))
 
 
+def _applied_after_its_deadline(book: Ledger) -> None:
+    book.applied("n1", 3, [_opened("r1", "s1", 1, not_after_ms=8_999)])
+
+
+def _time_runs_ahead(book: Ledger) -> None:
+    book.applied("n1", 3, [(Stamp(10_100, 0), Request(command=Tick()), Done(), [])])
+
+
 def _a_gap_of_revisions(book: Ledger) -> None:
     happens(book, 3, event(1, Kind.SESSION_OPENED))
     happens(book, 4, event(3, Kind.SESSION_OPENED))
@@ -123,7 +138,7 @@ def _a_gap_of_revisions(book: Ledger) -> None:
 
 def _other_events_elsewhere(book: Ledger) -> None:
     happens(book, 3, event(1, Kind.SESSION_OPENED, "s1"))
-    book.applied("n2", 3, [(Request(command=Tick()), Done(), [event(1, Kind.SESSION_OPENED, "s2")])])
+    book.applied("n2", 3, [(NOW, Request(command=Tick()), Done(), [event(1, Kind.SESSION_OPENED, "s2")])])
 
 
 @pytest.mark.parametrize(
@@ -140,6 +155,8 @@ def _other_events_elsewhere(book: Ledger) -> None:
         (_applied_twice, "applied-twice"),
         (_happened_after_a_definite_no, "definite-but-happened"),
         (_a_definite_no_after_it_happened, "definite-but-happened"),
+        (_applied_after_its_deadline, "applied-late"),
+        (_time_runs_ahead, "cluster-time"),
         (_a_gap_of_revisions, "revision"),
         (_other_events_elsewhere, "digest"),
     ],
@@ -152,10 +169,10 @@ def test_a_bad_history_is_called_by_its_name(history: Callable[[Ledger], None], 
 
 def test_a_good_history_is_not_called_anything() -> None:
     book = ledger()
-    book.believe("job", Belief("a1", 1, SECOND))
-    book.believe("job", Belief("a1", 1, 2 * SECOND))
+    book.believe("job", Belief("a1", 1, 11 * SECOND))
+    book.believe("job", Belief("a1", 1, 12 * SECOND))
     book.disbelieve("job", "a1")
-    book.believe("job", Belief("a2", 2, SECOND))
+    book.believe("job", Belief("a2", 2, 11 * SECOND))
     book.applied("n1", 3, [_opened("r1", "s1", 1)])
     book.applied("n2", 3, [_opened("r1", "s1", 1)])
     acquire = Request(command=AcquireLease(tenant=TENANT, name="job", session="s1", waiter="w1"))
