@@ -829,7 +829,7 @@ def test_a_dial_that_is_reset_closes_its_own_descriptor_and_no_other(
     opened: list[int] = []
 
     async def scenario() -> None:
-        quick = {"backoff_min_s": 0.001, "backoff_max_s": 0.002}
+        quick: dict[str, Any] = {"backoff_min_s": 0.001, "backoff_max_s": 0.002}
         async with resetting() as at, transport(peers=["n2"], tls=tls, **quick) as (one, _):
             one.set_address("n2", ("127.0.0.1", at))
             counters = one.counters
