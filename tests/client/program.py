@@ -92,7 +92,7 @@ def expect_forked(act: Callable[[], object]) -> None:
 
 def fork_sync(address: str, rounds: str) -> None:
     """A parent with a synchronous client forks children that try to use it."""
-    with tenure.connect_sync(address, ttl_ms=2_000) as client, client.lease("sync", wait=10) as lease:
+    with tenure.connect_sync(address, ttl_ms=10_000) as client, client.lease("sync", wait=10) as lease:
 
         def child() -> None:
             if lease.valid or lease.remaining():
@@ -118,7 +118,7 @@ def fork_sync(address: str, rounds: str) -> None:
 
 async def fork_async(address: str, rounds: str) -> None:
     """A parent with an asynchronous client forks from inside a coroutine, also into children that end their loop."""
-    async with tenure.connect(address, ttl_ms=2_000) as client, client.lease("async", wait=10) as lease:
+    async with tenure.connect(address, ttl_ms=10_000) as client, client.lease("async", wait=10) as lease:
         node_session = client.session_id
         for number in range(int(rounds)):
             pids = []
