@@ -9,6 +9,7 @@ import structlog
 
 from sidecar.consensus.log_store import DiskSpace, SqliteLogStore
 from sidecar.consensus.ports import Role
+from sidecar.consensus.transport import TransportCounters
 from sidecar.runtime import Runtime
 from sidecar.version import VERSION
 
@@ -19,7 +20,9 @@ log = structlog.get_logger("tenure.sampler")
 
 
 class Sampler:
-    def __init__(self, runtime: Runtime, store: SqliteLogStore, disk: Callable[[], DiskSpace]) -> None:
+    def __init__(
+        self, runtime: Runtime, store: SqliteLogStore, peers: TransportCounters, disk: Callable[[], DiskSpace]
+    ) -> None:
         self._runtime = runtime
         self._store = store
         self._disk = disk
@@ -27,6 +30,23 @@ class Sampler:
         runtime.metrics.before_scrape.append(self.refresh)
         runtime.metrics.build.info({"version": VERSION})
         runtime.metrics.disk_reserve.set(runtime.settings.disk_reserve_bytes)
+        self._show_peers(peers)
+
+    def _show_peers(self, peers: TransportCounters) -> None:
+        show, node = self._runtime.metrics.counted_elsewhere, self._runtime.node
+        show("peer_connections", "connections with other nodes that came into use", lambda: peers.connections)
+        show("peer_dials_failed", "dials that came to nothing", lambda: peers.dials_failed)
+        show("peer_frames_sent", "frames queued for other nodes", lambda: peers.frames_sent)
+        show("peer_frames_received", "frames of other nodes", lambda: peers.frames_received)
+        show("peer_bytes_sent", "bytes written to other nodes", lambda: peers.bytes_sent)
+        show("peer_bytes_received", "bytes of frames of other nodes", lambda: peers.bytes_received)
+        show("peer_connections_refused", "connections refused before they were in use", lambda: peers.refused)
+        show("peer_connections_dropped", "connections in use that ended", lambda: peers.dropped)
+        show(
+            "peer_frames_dropped",
+            "frames of other nodes that were not acted upon",
+            lambda: {"malformed": node.frames_malformed, "inbox_full": node.frames_dropped},
+        )
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -232,7 +232,12 @@ class Sidecar:
 
     def _start_sampler(self) -> None:
         settings = self.settings
-        sampler = Sampler(self.runtime, self._store, lambda: disk_space(settings.data_dir, settings.disk_reserve_bytes))
+        sampler = Sampler(
+            self.runtime,
+            self._store,
+            self._transport.counters,
+            lambda: disk_space(settings.data_dir, settings.disk_reserve_bytes),
+        )
         task = asyncio.get_running_loop().create_task(sampler.run())
         task.add_done_callback(self._sampler_ended)
         self._sampler = sampler

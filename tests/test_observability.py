@@ -69,6 +69,17 @@ def test_gauges_are_read_when_somebody_asks() -> None:
     assert len(asked) == 2
 
 
+def test_counters_of_others_are_read_when_somebody_asks() -> None:
+    metrics, counted = Metrics(), {"silent": 1}
+    metrics.counted_elsewhere("things_dropped", "by cause", lambda: counted)
+    metrics.counted_elsewhere("things", "all of them", lambda: sum(counted.values()))
+    counted |= {"silent": 2, "late": 3}
+    text = metrics.render().decode()
+    assert 'tenure_things_dropped_total{cause="late"} 3.0' in text
+    assert 'tenure_things_dropped_total{cause="silent"} 2.0' in text
+    assert "tenure_things_total 5.0" in text
+
+
 # ---- logs --------------------------------------------------------------------------------------------------------
 
 

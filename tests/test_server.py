@@ -203,6 +203,14 @@ def test_mode_and_group_are_set_before_the_socket_has_its_name(folder: Path, mon
 # ---- three processes -------------------------------------------------------------------------------------------------
 
 
+def peer_counter(node: Process, name: str) -> float:
+    """What the node shows; 0 for a series that is not there (yet)."""
+    _, text = node.get("metrics")
+    series = f"tenure_peer_{name} " if "_total" in name else f"tenure_peer_{name}_total "
+    found = [line for line in text.splitlines() if line.startswith(series)]
+    return float(found[0].removeprefix(series)) if found else 0.0
+
+
 async def test_three_nodes_lose_their_leader_twice(folder: Path, started: list[Process]) -> None:
     authority, *issued = write_certificates(folder / "certs", "c1", {name: [] for name in ("n1", "n2", "n3")})
     nodes = three(folder, insecure="false", peer_tls_ca=authority.certificate)
@@ -223,11 +231,14 @@ async def test_three_nodes_lose_their_leader_twice(folder: Path, started: list[P
     nodes["n2"].start()
     nodes["n3"].start()
     await all_ready(list(nodes.values()))
+    assert peer_counter(nodes["n1"], "connections") >= 2
+    assert peer_counter(nodes["n1"], "frames_received") > 0 and peer_counter(nodes["n1"], "bytes_sent") > 0
     leader = nodes[nodes["n1"].get("readyz")[1]["leader"]]
     other = next(node for node in nodes.values() if node is not leader)
     async with other.channel() as channel:
         session_id, token = await hold(channel)
         leader.kill()
+        await eventually(lambda: peer_counter(other, 'connections_dropped_total{cause="reset"}') == 1)
         await eventually(lambda: other.get("readyz")[1]["leader"] not in (leader.node, None), 20)
         renew = session_pb2.RenewSessionRequest(tenant="default", session_id=session_id)
         await sessions(channel).RenewSession(renew, timeout=10)

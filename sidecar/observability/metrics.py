@@ -6,16 +6,35 @@ What is a state (not an event) is read when somebody asks, by the functions in `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 ITEMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000)
 # More than the API has: a method that is not its own is counted as "other".
 METHODS_MAX = 100
+
+
+class _CountedElsewhere(Collector):
+    """A counter that somebody else keeps, by cause if it is a mapping. Asked for its value at each scrape."""
+
+    def __init__(self, name: str, description: str, read: Callable[[], int | Mapping[str, int]]) -> None:
+        self._name, self._description, self._read = name, description, read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        value = self._read()
+        if isinstance(value, Mapping):
+            family = CounterMetricFamily(self._name, self._description, labels=("cause",))
+            for cause, count in sorted(value.items()):
+                family.add_metric((cause,), count)
+        else:
+            family = CounterMetricFamily(self._name, self._description, value=value)
+        yield family
 
 
 class Metrics:
@@ -107,6 +126,10 @@ class Metrics:
 
     def _histogram(self, name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"tenure_{name}", description, buckets=buckets, registry=self.registry)
+
+    def counted_elsewhere(self, name: str, description: str, read: Callable[[], int | Mapping[str, int]]) -> None:
+        """Show a counter that is kept where the work is done. A mapping is by cause: a small, fixed set of words."""
+        self.registry.register(_CountedElsewhere(f"tenure_{name}", description, read))
 
     # ---- what is told as it happens ------------------------------------------------------------------------------
 
