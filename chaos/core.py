@@ -65,6 +65,7 @@ class Ledger:
         self._executed: dict[str, int] = {}  # request name -> how often it had an effect
         self._never: dict[str, str] = {}  # request name -> who was told that it did not and will not happen
         self._completed: dict[str, tuple[int, bytes]] = {}
+        self._results: dict[str, list[Result]] = {}  # request name -> what the history answered it
         self._begun: dict[tuple[str, int], str] = {}
         self._ended_sessions: dict[str, str] = {}
         self._cancelled: dict[tuple[str, str], bool] = {}
@@ -142,6 +143,7 @@ class Ledger:
 
     def _request(self, host: str, stamp: Stamp, request: Request, result: Result, events: Sequence[Event]) -> None:
         command, key = request.command, request.key
+        self._results.setdefault(name_of(command, key), []).append(result)
         if isinstance(command, CancelWait) and (
             not isinstance(result, Refused) or result.reason is Reason.WAIT_NOT_FOUND
         ):
@@ -173,6 +175,11 @@ class Ledger:
             text = f"{agent} is told that request {name} never happened, but it did"
             self.checkers.violation("definite-but-happened", agent, text)
 
+    def told(self, agent: str, command: Command, key: RequestKey | None, result: Result) -> None:
+        """A caller's answer must be one that the history gave to this very request."""
+        if result not in self._results.get(name_of(command, key), ()):
+            self.checkers.violation("wrong-answer", agent, f"{command} is answered {result}")
+
     def told_completed(self, agent: str, key: str, result: bytes) -> None:
         known = self.told_complete.setdefault(key, result)
         if known != result:
@@ -199,6 +206,11 @@ class Ledger:
 
 def identity(key: RequestKey) -> str:
     return f"{key.origin}/{key.sequence}" if key.origin else key.name
+
+
+def name_of(command: Command, key: RequestKey | None) -> str:
+    """Of a request without a key: what it is about. Enough to tell whether an answer can be its own."""
+    return identity(key) if key is not None else f"{command}"
 
 
 def _took_effect(command: Command, result: Result, events: Sequence[Event]) -> bool:
@@ -322,6 +334,8 @@ class CoreProcess:
         def answered(outcome: Result | Failed) -> None:
             if self.unanswered.pop(number, None) is None:
                 self._world.checkers.violation("answered-twice", self._host.name, f"{command}: {outcome}")
+            if not isinstance(outcome, Failed):
+                self._world.ledger.told(self._host.name, command, key, outcome)
             if not isinstance(outcome, Failed | Refused):
                 self._world.checkers.acks += 1
                 self._world.checkers.known(getattr(outcome, "revision", 0))
