@@ -179,7 +179,10 @@ class SimLogStore:
         self._unsafe = 0  # queued changes that must be durable before a message leaves
         self._taken = 0
         volume.durable.created = True
-        volume.durable.incarnation += 1  # durable before anything else happens, as the port demands
+        # Durable before anything else happens, as the port demands. By the wall clock, like the real one: a new store
+        # must be ahead of the lives of a disk that was lost.
+        wall_ms = disk.world.hosts[disk.host].clock.wall_ms()
+        volume.durable.incarnation = max(volume.durable.incarnation + 1, wall_ms)
         self.image = volume.durable.copy()
         checkers.store_opened(disk.host, self.image)
 

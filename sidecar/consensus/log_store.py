@@ -30,6 +30,7 @@ import os
 import sqlite3
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -178,7 +179,8 @@ class SqliteLogStore:
             self._fresh = self._never_used()
             self._connection = self._connect()
             self._watermark = os.open(self._watermark_path, os.O_RDWR | os.O_CLOEXEC)
-            self._state.incarnation += 1
+            # By the wall clock, so that a new store is ahead of every life of the disk that it replaces.
+            self._state.incarnation = max(self._state.incarnation + 1, time.time_ns() // 1_000_000)
             self._changed = True
             self.take()()
             os.fsync(self._watermark)

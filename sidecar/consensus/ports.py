@@ -122,7 +122,8 @@ class LogStore(Protocol):
     def snapshot(self) -> SnapshotMeta | None: ...
     @property
     def incarnation(self) -> int:
-        """Raised durably at every open: two lives of a node never share it."""
+        """Raised durably at every open, and ahead of the lives of a disk that was lost (as far as the wall clock has
+        not stepped back since): two lives of a node never share it."""
 
     @property
     def amnesiac_term(self) -> int | None:

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sidecar.consensus import log_store
 from sidecar.consensus.log_store import SqliteLogStore, disk_space
 from sidecar.consensus.ports import Entry, SnapshotMeta, StoreError, StoreIdentity
+from tests.waiting import wait_until
 
 IDENTITY = StoreIdentity("cluster-a", "n1")
 FILES = ("log.sqlite3", "log.sqlite3-wal", "log.watermark")
@@ -73,7 +75,8 @@ def store(tmp_path: Path) -> Iterator[SqliteLogStore]:
 
 def test_all_of_it_survives_a_restart(tmp_path: Path) -> None:
     store = SqliteLogStore(tmp_path, IDENTITY)
-    assert store.fresh and store.incarnation == 1 and len(store) == 0
+    incarnation = store.incarnation
+    assert store.fresh and len(store) == 0
     store.set_term(7, "n2")
     store.set_commit_index(3)
     store.set_amnesiac_term(5)
@@ -86,15 +89,29 @@ def test_all_of_it_survives_a_restart(tmp_path: Path) -> None:
     assert (again.term, again.vote, again.commit_index, again.amnesiac_term) == (7, "n2", 3, 5)
     assert everything(again) == entries(1, 5) and again.size_bytes == size_bytes > 0
     assert again.snapshot == meta(2)
-    assert again.incarnation == 2 and not again.fresh
+    assert again.incarnation > incarnation and not again.fresh
     again.close()
     again.close()
+
+
+def test_a_new_store_is_ahead_of_every_life_of_the_one_that_was_lost(tmp_path: Path) -> None:
+    """Else the requests of the new life would carry the names of those of an earlier one, which are in the log."""
+    lives = []
+    for _ in range(3):
+        lost = SqliteLogStore(tmp_path / "lost", IDENTITY)
+        lives.append(lost.incarnation)
+        lost.close()
+    wait_until(lambda: time.time_ns() // 1_000_000 > lives[-1])
+    new = SqliteLogStore(tmp_path / "new", IDENTITY)
+    assert new.incarnation > max(lives)
+    new.close()
 
 
 def test_a_crash_before_anything_was_stored_leaves_it_fresh(tmp_path: Path) -> None:
-    SqliteLogStore(tmp_path, IDENTITY).close()
+    first = SqliteLogStore(tmp_path, IDENTITY)
+    first.close()
     store = SqliteLogStore(tmp_path, IDENTITY)
-    assert store.fresh and store.incarnation == 2
+    assert store.fresh and store.incarnation > first.incarnation
     store.set_term(1, None)
     store.close()
     last = SqliteLogStore(tmp_path, IDENTITY)
