@@ -675,6 +675,25 @@ def test_an_item_that_fell_out_of_the_window_goes_on_under_a_new_name() -> None:
     assert again is not None and [item.sequence for item in decode_batch(again).items] == [2]
 
 
+def test_a_life_that_an_earlier_one_has_outrun_takes_the_next_number() -> None:
+    """The disk was lost and the wall clock has stepped back, so this life has a lower number than the last."""
+    proposer, _, _, _ = proposer_alone()
+    proposer.role_changed(Role.LEADER, 1, "n1")
+    call = Call()
+    proposer.submit(open_session(), call, timeout_ms=5_000, key=RequestKey("default", "", "a"))
+    entry = proposer.next_entry()
+    assert entry is not None
+    proposer.apply(2, encode_batch(Stamp(1, 1), [encode_item(Item("n1/9", 1, _tick()))]))
+    proposer.apply(3, entry)
+    proposer.settle()
+    assert not call.done
+    again = proposer.next_entry()
+    assert again is not None and [item.origin for item in decode_batch(again).items] == ["n1/10"]
+    proposer.apply(4, again)
+    proposer.settle()
+    assert isinstance(call.result, SessionOpened)
+
+
 def _tick() -> Request:
     return Request(command=Tick())
 

@@ -142,6 +142,11 @@ class AppliedWindow:
             return False
         return sequence <= applied.floor or bool(applied.above >> (sequence - applied.floor - 1) & 1)
 
+    def incarnation(self, node: str) -> int:
+        """The latest life of that node of which an item was applied; 0 for none."""
+        current = self._origins.get(node)
+        return 0 if current is None else self._by_origin[current].incarnation
+
     def _mark(self, applied: _Applied, sequence: int) -> bool:
         offset = sequence - applied.floor - 1
         if offset >= WINDOW_SEQUENCES:

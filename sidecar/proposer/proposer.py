@@ -172,6 +172,7 @@ class Proposer:
         self.settings = settings or ProposerSettings()
         self.pressure = Pressure(self.settings.shed_latency_ms, self.settings.shed_lag_ms)
         self._clock = clock
+        self._node_id, self._incarnation = node_id, incarnation
         self._origin = format_origin(node_id, incarnation)
         self._observer: Observer = observer or _Unobserved()
         self._time = ClusterTime(clock, machine.stamp.cluster_ms)
@@ -670,6 +671,8 @@ class Proposer:
             pending = self._pending.get(sequence)
             if pending is not None:
                 self._deliver(pending, result, now_s)
+        if unapplied and self._window.incarnation(self._node_id) > self._incarnation:
+            self._overtake()
         for sequence in unapplied:
             pending = self._pending.get(sequence)
             if pending is not None:
@@ -702,6 +705,18 @@ class Proposer:
     def _again(self, pending: Pending) -> None:
         self._name(pending)
         self._dispatch(pending)
+
+    def _overtake(self) -> None:
+        """An earlier life of this node had a higher number: its disk was lost, and the wall clock has stepped back
+        since. Nothing of this life would ever be new. So it takes the next number, and all that waits goes on under
+        it."""
+        self._incarnation = self._window.incarnation(self._node_id) + 1
+        self._origin = format_origin(self._node_id, self._incarnation)
+        for pending in list(self._pending.values()):
+            if pending.lazy:
+                self._name(pending)
+            elif pending.sequence not in self._staged:
+                self._again(pending)
 
     def role_changed(self, role: Role, term: int, leader: str | None) -> None:
         if (role, term, leader) == self._role:
