@@ -86,6 +86,20 @@ class Handlers:
             handle, request_deserializer=parse, response_serializer=_serialize
         )
 
+    def unary_undoable(self, name: str, start: Start) -> None:
+        """Serve a unary method by an operation that is given up when its answer cannot be sent, too.
+
+        To gRPC's server this is a stream of one answer, which is the same on the wire. But a unary handler has returned
+        when its answer is sent, and hears no more of its caller; this one is told."""
+        method, parse = self._method(name)
+
+        async def handle(message: Any, context: Context) -> None:
+            await self._observed(method, context, self._run(start, message, context, context.write))
+
+        self._by_name[name] = grpc.unary_stream_rpc_method_handler(
+            handle, request_deserializer=parse, response_serializer=_serialize
+        )
+
     def unary_coroutine(self, name: str, serve: Callable[[Any, Caller], Awaitable[Message]]) -> None:
         """Serve a unary method by a coroutine."""
         method, parse = self._method(name)
@@ -155,7 +169,9 @@ class Handlers:
         method = self._service.methods_by_name[name]
         return method, parser(GetMessageClass(method.input_type))
 
-    async def _run(self, start: Start, message: Any, context: Context) -> Message:
+    async def _run(
+        self, start: Start, message: Any, context: Context, send: Callable[[Message], Awaitable[None]] | None = None
+    ) -> Message:
         caller = self._caller(context)
         answered: asyncio.Future[Message | ApiError] = asyncio.get_running_loop().create_future()
 
@@ -166,12 +182,14 @@ class Handlers:
         running = start(parsed(message), caller, answer)
         try:
             result = await answered
-        except asyncio.CancelledError:  # the caller is gone
+            if isinstance(result, ApiError):
+                raise result
+            if send is not None:
+                await send(result)
+        except (asyncio.CancelledError, grpc.aio.BaseError):  # the caller is gone
             if running is not None:
                 running.give_up()
             raise
-        if isinstance(result, ApiError):
-            raise result
         return result
 
     def _caller(self, context: Context) -> Caller:
@@ -194,7 +212,7 @@ class Handlers:
         except ApiError as error:
             code = error.code
             return await abort(context, error)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.BaseError):  # the caller is gone
             code = grpc.StatusCode.CANCELLED
             raise
         except Exception:

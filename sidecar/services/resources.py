@@ -37,7 +37,7 @@ def session_service(runtime: Runtime, operations: Operations) -> Handlers:
 
 def lease_service(runtime: Runtime, operations: Operations) -> Handlers:
     handlers = Handlers(runtime, lease_pb2.DESCRIPTOR.services_by_name["LeaseService"])
-    handlers.unary("AcquireLease", operations.acquire_lease)
+    handlers.unary_undoable("AcquireLease", operations.acquire_lease)
     handlers.unary("ReleaseLease", operations.release_lease)
     handlers.unary("TransferLease", operations.transfer_lease)
     handlers.unary("CheckLease", operations.check_lease)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+from collections import Counter
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from tenure.v1 import dedup_pb2, lease_pb2, session_pb2
 
 from sidecar.core.commands import Limits
+from sidecar.core.machine import Machine
+from sidecar.services.handlers import Handlers
+from sidecar.services.notices import Notices
+from sidecar.services.operations import Operations
 from tests.services.calls import DEADLINE_S, Code, acquire, get_lease, open_session, refused, release
 from tests.services.cluster import Cluster, Stubs, running_cluster
 from tests.waiting import eventually
@@ -19,7 +26,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def row(cluster: Cluster, name: str) -> Any:
-    return cluster[0].runtime.proposer.machine.lease("default", name)
+    return machine(cluster).lease("default", name)
+
+
+def machine(cluster: Cluster) -> Machine:
+    return cluster[0].runtime.proposer.machine
 
 
 async def in_line(cluster: Cluster, name: str, count: int = 1) -> None:
@@ -188,6 +199,78 @@ async def test_many_random_cancellations_leave_nothing(shared: Cluster) -> None:
     for start in range(0, 200, 20):
         await asyncio.gather(*(one(number) for number in range(start, start + 20)))
     await eventually(lambda: row(shared, "storm") is None, what="nobody holds the lease")
+
+
+async def test_what_a_cancelled_call_was_given_is_given_back(shared: Cluster) -> None:
+    """L12: cancelled at any moment, on its way, in line, or with the grant on its way back. A grant stays only if its
+    answer had left before the sidecar could hear of the cancellation; then the repeat gives the same token."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    stubs, codes = shared.stubs(), Counter[str]()
+    holder, session = await open_session(stubs, ttl_ms=600_000), await open_session(stubs, ttl_ms=600_000)
+    runtime = shared[0].runtime
+    before, runtime.observe_request = runtime.observe_request, lambda _, method, code, __: codes.update([method + code])
+    answered = {}
+    try:
+        for number in range(200):
+            name = f"given-up/{number}"
+            contended = number % 4 == 0
+            token = (await acquire(stubs, holder, name)).token if contended else 0
+            call = asyncio.create_task(
+                acquire(stubs, session, name, request_id=name, wait_ms=4_000 if contended else 0)
+            )
+            await asyncio.wait([call], timeout=rng.random() / 200)
+            if contended:
+                releasing = asyncio.create_task(release(stubs, holder, name, token))
+                await asyncio.wait([call], timeout=rng.random() / 200)
+                call.cancel()
+                await releasing
+            call.cancel()
+            await asyncio.wait([call])
+            if not call.cancelled():
+                answered[name] = call.result().token
+        held = machine(shared).leases
+        await eventually(
+            # Fifty were granted to the holder.
+            lambda: len(held("default", "given-up/", "", 999)) == codes["AcquireLeaseOK"] - 50 >= len(answered)
+        )
+    finally:
+        runtime.observe_request = before
+    assert codes["AcquireLeaseCANCELLED"] > 20
+    for lease in held("default", "given-up/", "", 999):
+        assert not lease.waiters
+        repeated = await acquire(stubs, session, lease.name, request_id=lease.name)
+        assert repeated.token == lease.holders[0].token == answered.get(lease.name, repeated.token)
+        await release(stubs, session, lease.name, repeated.token)
+    assert not held("default", "given-up/", "", 999)
+
+
+class GoneContext:
+    """Of a call whose caller is not there any more when the answer is sent."""
+
+    def time_remaining(self) -> float:
+        return DEADLINE_S
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), grpc.aio.InternalError("the call has ended")])
+async def test_a_grant_whose_answer_cannot_be_sent_is_given_back(shared: Cluster, error: BaseException) -> None:
+    session = await open_session(shared.stubs())
+    runtime = shared[0].runtime
+    operations = Operations(runtime, Notices(runtime.proposer))
+    handlers = Handlers(runtime, lease_pb2.DESCRIPTOR.services_by_name["LeaseService"])
+    request = lease_pb2.AcquireLeaseRequest(tenant="default", name="unsent", session_id=session)
+    granted = []
+
+    async def send(answer: Message) -> None:
+        granted.append(row(shared, "unsent").holders[0].token)
+        raise error
+
+    context: Any = GoneContext()
+    with pytest.raises(type(error)):
+        await handlers._run(operations.acquire_lease, request, context, send)
+    assert granted
+    await eventually(lambda: row(shared, "unsent") is None)
 
 
 async def test_a_repeat_while_in_line_takes_the_place_over(shared: Cluster) -> None:
