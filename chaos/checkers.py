@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from chaos.world import World
     from sidecar.consensus.ports import Entry
 
-LIVENESS = ("no-convergence", "leak")
+LIVENESS = ("no-convergence", "leak", "storm")
 CODE = ("code-crash", "stopped")
 
 

@@ -36,12 +36,14 @@ from sidecar.core.commands import (
 from sidecar.core.events import Event, Kind
 from sidecar.core.machine import Machine
 from sidecar.proposer import Done, Failed, Proposer, ProposerSettings
+from sidecar.proposer.batches import decode_batch
 
 if TYPE_CHECKING:
     from chaos.world import Host, World
 
 TENANT = "sim"
 _DIGEST_EVERY = 16  # a digest encodes the whole state
+_REPEATS_FREE = 500  # items of a run that may be proposed again, in doubt
 _LIMITS = Limits(events_max=400)
 
 Applied = tuple[Stamp, Request, Result, Sequence[Event]]
@@ -60,6 +62,7 @@ class Ledger:
         self._world = world
         self.checkers = world.checkers
         self._entries: dict[int, int] = {}  # index -> checksum of results and events
+        self._applied_items = self._repeated_items = 0
         self._revision = 0
         self._tokens: dict[str, int] = {}
         self._executed: dict[str, int] = {}  # request name -> how often it had an effect
@@ -75,7 +78,8 @@ class Ledger:
 
     # ---- the one history
 
-    def applied(self, host: str, index: int, batch: list[Applied]) -> None:
+    def applied(self, host: str, index: int, items: int, batch: list[Applied]) -> None:
+        """``items`` of an entry were applied, but for those that had been before."""
         encoded = zlib.crc32(msgspec.msgpack.encode([(result, list(events)) for _, _, result, events in batch]))
         known = self._entries.get(index)
         if known is not None:
@@ -83,6 +87,11 @@ class Ledger:
                 self.checkers.violation("digest", host, f"entry {index} had other results or events elsewhere")
             return
         self._entries[index] = encoded
+        self._applied_items += len(batch)
+        self._repeated_items += items - len(batch)
+        if self._repeated_items > max(_REPEATS_FREE, self._applied_items):
+            text = f"{self._repeated_items} items were proposed again in vain, {self._applied_items} were applied"
+            self.checkers.violation("storm", host, text)
         for stamp, request, result, events in batch:
             self._time(host, stamp)
             for event in events:
@@ -318,7 +327,8 @@ class CoreProcess:
         self._world.checkers.applied(self._host.name, index, entry.term, image.term, payload, digest)
         self._applied_index = index
         batch, self.machine.batch = self.machine.batch, []
-        self._world.ledger.applied(self._host.name, index, batch)
+        items = len(decode_batch(payload).items)
+        self._world.ledger.applied(self._host.name, index, items, batch)
 
     def role_changed(self, role: Role, term: int) -> None:
         if role is Role.LEADER:

@@ -266,7 +266,7 @@ class SimLogStore:
         self._change("snapshot", meta)
 
     def set_amnesiac_term(self, term: int | None) -> None:
-        if term is None and self._disk.world.checkers.acks:
+        if term != 0 and self.image.amnesiac_term == 0 and self._disk.world.checkers.acks:
             self._disk.world.reach("empty node admitted as a voter")
         self._change("amnesiac_term", term)
 

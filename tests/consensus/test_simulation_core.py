@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,9 @@ from msgspec.structs import replace
 
 from chaos.checkers import Checkers
 from chaos.core import TENANT, Applied, Belief, Ledger
-from chaos.profiles import Shape
+from chaos.profiles import PROFILES, Shape
 from chaos.simulation import simulate
-from chaos.world import SECOND, World
+from chaos.world import SECOND, HostClock, World
 from sidecar.core.commands import (
     AcquireLease,
     CancelWait,
@@ -53,7 +54,7 @@ def event(revision: int, kind: Kind, subject: str = "job", **fields: Any) -> Eve
 def happens(
     book: Ledger, index: int, *events: Event, request: Request | None = None, result: Result | None = None
 ) -> None:
-    book.applied("n1", index, [(NOW, request or Request(command=Tick()), result or Done(), list(events))])
+    book.applied("n1", index, 1, [(NOW, request or Request(command=Tick()), result or Done(), list(events))])
 
 
 def _opened(name: str, session: str, revision: int, not_after_ms: int = 0) -> Applied:
@@ -109,26 +110,30 @@ def _begun_twice(book: Ledger) -> None:
 
 
 def _applied_twice(book: Ledger) -> None:
-    book.applied("n1", 3, [_opened("r1", "s1", 1)])
-    book.applied("n1", 4, [_opened("r1", "s2", 2)])
+    book.applied("n1", 3, 1, [_opened("r1", "s1", 1)])
+    book.applied("n1", 4, 1, [_opened("r1", "s2", 2)])
 
 
 def _happened_after_a_definite_no(book: Ledger) -> None:
     book.told_never("a1", RequestKey(tenant=TENANT, origin="", name="r1"))
-    book.applied("n1", 3, [_opened("r1", "s1", 1)])
+    book.applied("n1", 3, 1, [_opened("r1", "s1", 1)])
 
 
 def _a_definite_no_after_it_happened(book: Ledger) -> None:
-    book.applied("n1", 3, [_opened("r1", "s1", 1)])
+    book.applied("n1", 3, 1, [_opened("r1", "s1", 1)])
     book.told_never("a1", RequestKey(tenant=TENANT, origin="", name="r1"))
 
 
 def _applied_after_its_deadline(book: Ledger) -> None:
-    book.applied("n1", 3, [_opened("r1", "s1", 1, not_after_ms=8_999)])
+    book.applied("n1", 3, 1, [_opened("r1", "s1", 1, not_after_ms=8_999)])
 
 
 def _time_runs_ahead(book: Ledger) -> None:
-    book.applied("n1", 3, [(Stamp(10_100, 0), Request(command=Tick()), Done(), [])])
+    book.applied("n1", 3, 1, [(Stamp(10_100, 0), Request(command=Tick()), Done(), [])])
+
+
+def _proposed_again_and_again(book: Ledger) -> None:
+    book.applied("n1", 3, 1_000, [])
 
 
 def _a_gap_of_revisions(book: Ledger) -> None:
@@ -138,7 +143,7 @@ def _a_gap_of_revisions(book: Ledger) -> None:
 
 def _other_events_elsewhere(book: Ledger) -> None:
     happens(book, 3, event(1, Kind.SESSION_OPENED, "s1"))
-    book.applied("n2", 3, [(NOW, Request(command=Tick()), Done(), [event(1, Kind.SESSION_OPENED, "s2")])])
+    book.applied("n2", 3, 1, [(NOW, Request(command=Tick()), Done(), [event(1, Kind.SESSION_OPENED, "s2")])])
 
 
 @pytest.mark.parametrize(
@@ -157,6 +162,7 @@ def _other_events_elsewhere(book: Ledger) -> None:
         (_a_definite_no_after_it_happened, "definite-but-happened"),
         (_applied_after_its_deadline, "applied-late"),
         (_time_runs_ahead, "cluster-time"),
+        (_proposed_again_and_again, "storm"),
         (_a_gap_of_revisions, "revision"),
         (_other_events_elsewhere, "digest"),
     ],
@@ -173,8 +179,8 @@ def test_a_good_history_is_not_called_anything() -> None:
     book.believe("job", Belief("a1", 1, 12 * SECOND))
     book.disbelieve("job", "a1")
     book.believe("job", Belief("a2", 2, 11 * SECOND))
-    book.applied("n1", 3, [_opened("r1", "s1", 1)])
-    book.applied("n2", 3, [_opened("r1", "s1", 1)])
+    book.applied("n1", 3, 1, [_opened("r1", "s1", 1)])
+    book.applied("n2", 3, 1, [_opened("r1", "s1", 1)])
     acquire = Request(command=AcquireLease(tenant=TENANT, name="job", session="s1", waiter="w1"))
     granted = LeaseGranted(token=1, already_held=False, ttl_ms=1, revision=2)
     happens(book, 4, event(2, Kind.LEASE_GRANTED, session="s1", token=1, waiter="w1"), request=acquire, result=granted)
@@ -233,3 +239,37 @@ def test_tokens_from_a_counter_of_each_node_are_caught(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Leases, "__init__", forgetful)
     assert caught({"token", "digest"}, 20)
+
+
+# ---- found here ---------------------------------------------------------------------------------------
+
+LOST_DISKS_AND_CLOCKS = dataclasses.replace(
+    PROFILES["core"],
+    shape=dataclasses.replace(
+        PROFILES["core"].shape, faults=(("wipe", 30), ("wall_step", 60), ("kill", 10), ("reset", 10))
+    ),
+    swarm=False,
+)
+
+
+def test_a_new_disk_and_a_clock_that_stepped_back_confuse_nobody() -> None:
+    for seed in (1, 5, 6):
+        outcome = simulate(LOST_DISKS_AND_CLOCKS, seed)
+        assert not outcome.violations, outcome.violations
+        assert outcome.reached["empty node admitted as a voter"] > 0
+
+
+def test_lives_that_are_counted_anew_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostClock, "wall_ms", lambda self: 0)  # so that a new store begins with life 1
+    assert any(
+        "wrong-answer" in {violation.kind for violation in simulate(LOST_DISKS_AND_CLOCKS, seed).violations}
+        for seed in range(12)
+    )
+
+
+def test_a_life_that_is_outrun_for_ever_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Proposer, "_overtake", lambda self: None)
+    assert any(
+        "storm" in {violation.kind for violation in simulate(LOST_DISKS_AND_CLOCKS, seed).violations}
+        for seed in range(12)
+    )
