@@ -59,7 +59,7 @@ def _checks(kind: type[msgspec.Struct]) -> tuple[tuple[_Check, ...], tuple[_Chec
     return texts, payloads, numbers
 
 
-_CHECKS = {
+_CHECKS: dict[type[msgspec.Struct], tuple[tuple[_Check, ...], tuple[_Check, ...], tuple[_Check, ...]]] = {
     kind: _checks(kind)
     for kind in (
         c.Tick, c.SetLimits, c.OpenSession, c.RenewSessions, c.AttachSession, c.DetachSession, c.CloseSession,

@@ -426,7 +426,7 @@ def holders_by_events(events: list[Event]) -> dict[str, list[int]]:
 WALK_STEPS = 250
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_crowded_walk(seed: int) -> None:
     """Longer than hypothesis would go, and with more of the sessions at the same few leases."""
     chance = random.Random(seed)
