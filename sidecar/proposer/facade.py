@@ -50,11 +50,9 @@ class AsyncProposer:
     def core(self) -> Proposer:
         return self._proposer
 
-    def submit(
-        self, command: Command, done: Done, *, timeout_ms: int, key: RequestKey | None = None, lazy: bool = False
-    ) -> int:
+    def submit(self, command: Command, done: Done, *, timeout_ms: int, key: RequestKey | None = None) -> int:
         """See ``Proposer.submit``."""
-        return self._proposer.submit(command, done, timeout_ms=timeout_ms, key=key, lazy=lazy)
+        return self._proposer.submit(command, done, timeout_ms=timeout_ms, key=key)
 
     def withdraw(self, handle: int) -> None:
         self._proposer.withdraw(handle)
@@ -63,23 +61,15 @@ class AsyncProposer:
         """See ``Proposer.renew``."""
         self._proposer.renew(session, done, timeout_ms=timeout_ms, connection=connection)
 
-    async def propose(
-        self, command: Command, *, timeout_ms: int, key: RequestKey | None = None, lazy: bool = False
-    ) -> Outcome:
+    async def propose(self, command: Command, *, timeout_ms: int, key: RequestKey | None = None) -> Outcome:
         """``submit``, awaited. Cancelling withdraws what was not handed to a leader yet; what was, goes on."""
         future: asyncio.Future[Outcome] = self._loop.create_future()
-        handle = self._proposer.submit(command, _setter(future), timeout_ms=timeout_ms, key=key, lazy=lazy)
+        handle = self._proposer.submit(command, _setter(future), timeout_ms=timeout_ms, key=key)
         try:
             return await future
         except asyncio.CancelledError:
             self._proposer.withdraw(handle)
             raise
-
-    async def propose_renewal(self, session: str, *, timeout_ms: int, connection: str = "") -> Outcome:
-        """``renew``, awaited."""
-        future: asyncio.Future[Outcome] = self._loop.create_future()
-        self._proposer.renew(session, _setter(future), timeout_ms=timeout_ms, connection=connection)
-        return await future
 
     async def read_barrier(self, timeout_ms: int) -> Failed | None:
         """None once a read on this node is linearizable. Tried again until the timeout, or for about two seconds

@@ -185,7 +185,6 @@ class Proposer:
         self._pending: dict[int, Pending] = {}
         self._deadlines = Deadlines()
         self._renewals = RenewalWindow()
-        self._lazy: list[Pending] = []
         # What this turn's applies came to, until settle.
         self._staged: dict[int, Result] = {}
         self._unapplied: list[int] = []
@@ -229,19 +228,17 @@ class Proposer:
         *,
         timeout_ms: int,
         key: RequestKey | None = None,
-        lazy: bool = False,
     ) -> int:
         """Propose on whichever node this is: the leader batches it, a follower passes it on; retried through leader
         changes until the timeout. ``done`` is called exactly once: with the result when that is durable and applied on
-        THIS node, or with Failed; a refusal may come before this method returns. ``lazy``: may wait for the coalescing
-        window.
+        THIS node, or with Failed; a refusal may come before this method returns.
 
         Returns a handle for ``withdraw``."""
         refusal = self._refusal(command, timeout_ms)
         if refusal is not None:
             done(refusal)
             return 0
-        return self._propose(command, done, timeout_ms, key, lazy).sequence
+        return self._propose(command, done, timeout_ms, key).sequence
 
     def withdraw(self, handle: int) -> None:
         """The caller gave up: an item that was not handed on yet never will be. ``done`` is not called any more."""
@@ -334,10 +331,10 @@ class Proposer:
             failure=Failure.STOPPING, definite=definite, message="this node is stopping", retry_delay_ms=1_000
         )
 
-    def _propose(self, command: Command, done: Done, timeout_ms: int, key: RequestKey | None, lazy: bool) -> Pending:
+    def _propose(self, command: Command, done: Done, timeout_ms: int, key: RequestKey | None) -> Pending:
         now_s = self._clock.monotonic_s()
         request = Request(command=command, key=key, not_after_ms=self.cluster_now_ms() + timeout_ms)
-        pending = Pending(0, request, done, now_s, now_s + timeout_ms / 1000, lazy)
+        pending = Pending(0, request, done, now_s, now_s + timeout_ms / 1000)
         self._name(pending)
         if len(pending.encoded) > self.settings.entry_bytes_max - BATCH_OVERHEAD_BYTES:
             message = (
@@ -347,12 +344,7 @@ class Proposer:
             return pending
         self._deadlines.add(pending)
         self._deadlines.compact(len(self._pending) + self._renewals.count)
-        if lazy:
-            self._lazy.append(pending)
-            self._renewals.closes_s = min(self._renewals.closes_s, now_s + self.settings.renewal_window_ms / 1000)
-            self._schedule(self._renewals.closes_s)
-        else:
-            self._dispatch(pending)
+        self._dispatch(pending)
         self._schedule(pending.deadline_s)
         return pending
 
@@ -394,11 +386,6 @@ class Proposer:
             return
         for part in self._renewals.take(sessions_max=2_000):
             self._propose_renewals(part, now_s)
-        lazy, self._lazy = self._lazy, []
-        for pending in lazy:
-            if not pending.finished:
-                pending.lazy = False
-                self._dispatch(pending)
 
     def _propose_renewals(self, part: RenewalPart, now_s: float) -> None:
         def done(outcome: Outcome) -> None:
@@ -411,7 +398,7 @@ class Proposer:
         timeout_ms = max(1, int((max(renewal.deadline_s for renewal in everyone) - now_s) * 1000))
         connections = tuple(connection for connection, _ in part.values())
         command = RenewSessions(sessions=tuple(part), connections=connections if any(connections) else ())
-        carrier = self._propose(command, done, timeout_ms, None, False)
+        carrier = self._propose(command, done, timeout_ms, None)
         carrier.submitted_s = min(renewal.submitted_s for renewal in everyone)
         for renewal in everyone:
             renewal.carrier = carrier
@@ -541,8 +528,8 @@ class Proposer:
 
     def _duty(self, now_ms: int) -> Command | None:
         """What the leader proposes by itself: the limits of its configuration, and the passing of time."""
-        limits = self.settings.limits
-        if limits is not None and not self._limits_proposed and self.machine.limits != limits:
+        limits = self._limits_due()
+        if limits is not None:
             self._limits_proposed = True
             return SetLimits(limits=limits)
         if self._queue:
@@ -553,6 +540,11 @@ class Proposer:
             return Tick()
         return None
 
+    def _limits_due(self) -> Limits | None:
+        """Those of this leader's configuration, if the cluster has others and was not told in this term."""
+        wanted = self.settings.limits
+        return None if self._limits_proposed or wanted == self.machine.limits else wanted
+
     def _tick_due_ms(self) -> float:
         """Never while an entry that is stamped late enough is on its way: one tick in flight, no storm of them."""
         deadline_ms = self.machine.next_deadline_ms()
@@ -561,8 +553,7 @@ class Proposer:
         return deadline_ms
 
     def _duty_due_s(self, now_s: float) -> float:
-        limits = self.settings.limits
-        if limits is not None and not self._limits_proposed and self.machine.limits != limits:
+        if self._limits_due() is not None:
             return now_s
         due_ms = self._tick_due_ms()
         if due_ms == NEVER:
@@ -713,9 +704,7 @@ class Proposer:
         self._incarnation = self._window.incarnation(self._node_id) + 1
         self._origin = format_origin(self._node_id, self._incarnation)
         for pending in list(self._pending.values()):
-            if pending.lazy:
-                self._name(pending)
-            elif pending.sequence not in self._staged:
+            if pending.sequence not in self._staged:
                 self._again(pending)
 
     def role_changed(self, role: Role, term: int, leader: str | None) -> None:
@@ -739,7 +728,7 @@ class Proposer:
         elif self._leaderless_since_s is None:
             self._leaderless_since_s = now_s
         for pending in self._pending.values():
-            if not pending.lazy and pending.sequence not in self._staged:
+            if pending.sequence not in self._staged:
                 pending.resend_after_s = self.settings.resend_ms / 1000
                 self._dispatch(pending)
         self._schedule(now_s)

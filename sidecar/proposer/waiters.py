@@ -26,7 +26,6 @@ class Pending(Waiter):
     __slots__ = (
         "encoded",
         "handed",
-        "lazy",
         "maybe_applied",
         "request",
         "resend_after_s",
@@ -35,15 +34,12 @@ class Pending(Waiter):
         "submitted_s",
     )
 
-    def __init__(
-        self, sequence: int, request: Request, done: Done, submitted_s: float, deadline_s: float, lazy: bool
-    ) -> None:
+    def __init__(self, sequence: int, request: Request, done: Done, submitted_s: float, deadline_s: float) -> None:
         super().__init__(done, deadline_s)
         self.sequence = sequence
         self.request = request
         self.encoded = b""
         self.submitted_s = submitted_s
-        self.lazy = lazy
         # Under this sequence it was given to some leader's log or to the network: it may be applied.
         self.handed = False
         # Under an earlier sequence it may have been applied (a snapshot skipped the entries in question).
