@@ -488,6 +488,7 @@ class Raft(Library):
         return None
 
     def _step_down(self, term: int) -> None:
+        self._transfer_campaign = False  # whoever told this node to take over leads no more
         self._SyncObj__setCurrentTerm(term, None)
         self._SyncObj__setState(_FOLLOWER)
         self._SyncObj__raftLeader = None
@@ -527,7 +528,8 @@ class Raft(Library):
         self._leader_seen_s = now
         self._fast_until_s = 0.0
         self._pre_votes = None
-        self._SyncObj__raftElectionDeadline = now + self._SyncObj__generateRaftTimeout()
+        if not self._transfer_campaign:  # its word to take over came in the same turn, and holds
+            self._SyncObj__raftElectionDeadline = now + self._SyncObj__generateRaftTimeout()
 
     # ---- elections: pre-vote, stickiness, one voice per voter (holes f, h, o) --------------------------------------
 

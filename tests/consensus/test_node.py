@@ -256,6 +256,23 @@ def test_leadership_is_handed_over_without_an_election_timeout(named: bool) -> N
     assert b"x" in leader.application.applied
 
 
+def test_a_handover_is_not_lost_among_the_messages_of_its_turn() -> None:
+    """A heartbeat that arrives together with the word to take over says no more than that word does."""
+    cluster = Cluster(3)
+    leader = cluster.leader()
+    cluster.run(1_000)
+    target = cluster.followers()[1]
+    results: list[str | None] = []
+    assert leader.node is not None
+    cluster.hold(leader.name, target.name)
+    leader.node.transfer_leadership(target.name, results.append)
+    cluster.run(3 * leader.node.settings.heartbeat_ms)
+    cluster.release(leader.name, target.name)
+    cluster.run(20)
+    assert target.raft.leads()
+    assert results == [None]
+
+
 def test_a_handover_that_cannot_be_is_refused_with_a_reason() -> None:
     cluster = Cluster(3)
     leader = cluster.leader()
