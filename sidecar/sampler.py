@@ -8,7 +8,6 @@ from collections.abc import Callable
 import structlog
 
 from sidecar.consensus.log_store import DiskSpace, SqliteLogStore
-from sidecar.consensus.ports import Role
 from sidecar.consensus.transport import TransportCounters
 from sidecar.runtime import Runtime
 from sidecar.version import VERSION
@@ -70,7 +69,6 @@ class Sampler:
 
     def check_ready(self) -> None:
         reason = self._runtime.ready()
-        self._runtime.metrics.ready.set(not reason)
         if reason == self._reason:
             return
         self._reason = reason
@@ -83,9 +81,8 @@ class Sampler:
 
     def check_disk(self) -> None:
         """Below the reserve this node takes nothing that grows, and does not lead: a full disk would end it."""
-        space = self._disk()
-        self._runtime.metrics.disk_free.set(space.free_bytes)
-        settings, runtime = self._runtime.settings, self._runtime
+        space, runtime = self._disk(), self._runtime
+        settings = runtime.settings
         if not space.low:
             if runtime.trouble:
                 log.info("the disk has room again", free_bytes=space.free_bytes)
@@ -115,7 +112,7 @@ class Sampler:
         """The gauges that are read off the state, right before a scrape."""
         metrics, runtime = self._runtime.metrics, self._runtime
         status = runtime.node.status()
-        metrics.is_leader.set(runtime.node.is_leader() and status.role is Role.LEADER)
+        metrics.is_leader.set(runtime.node.is_leader())
         metrics.term.set(status.term)
         metrics.commit_index.set(status.commit_index)
         metrics.applied_index.set(status.applied_index)

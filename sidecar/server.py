@@ -196,7 +196,7 @@ class Sidecar:
         running_loop = asyncio.get_running_loop()
         running_loop.set_exception_handler(self._unhandled)
         task = running_loop.create_task(self._loop.run(self._node))
-        task.add_done_callback(self._node_ended)
+        task.add_done_callback(self._task_ended)
 
         async def stop() -> None:
             self.runtime.proposer.stop()
@@ -239,7 +239,7 @@ class Sidecar:
             lambda: disk_space(settings.data_dir, settings.disk_reserve_bytes),
         )
         task = asyncio.get_running_loop().create_task(sampler.run())
-        task.add_done_callback(self._sampler_ended)
+        task.add_done_callback(self._task_ended)
         self._sampler = sampler
         self._cleanup.callback(task.cancel)
 
@@ -269,12 +269,7 @@ class Sidecar:
     def _failed(self) -> bool:
         return self._failure.done() and self._failure.exception() is not None
 
-    def _node_ended(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self.fail(error)
-
-    def _sampler_ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self.fail(error)

@@ -222,6 +222,12 @@ def outcome_unknown(message: str, cause: str) -> ApiError:
     return ApiError(kind.name, FAILURES[kind], message, {"cause": cause})
 
 
+def session_gone(session: str) -> ApiError:
+    """There is no such session (any more)."""
+    message = f"session {session} does not live: it expired, was closed, or never was"
+    return refused(Refused(reason=Reason.SESSION_NOT_FOUND, message=message, facts=(("session_id", session),)))
+
+
 def number_of(code: grpc.StatusCode) -> int:
     """The google.rpc.Code number of a status."""
     return int(code.value[0])

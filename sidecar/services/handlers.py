@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
@@ -77,81 +77,63 @@ class Handlers:
 
     def unary(self, name: str, start: Start) -> None:
         """Serve a unary method by an operation."""
-        method, parse = self._method(name)
 
         async def handle(message: Any, context: Context) -> Any:
-            return await self._observed(method, context, self._run(start, message, context))
+            return await self._observed(name, context, self._run(start, message, context))
 
-        self._by_name[name] = grpc.unary_unary_rpc_method_handler(
-            handle, request_deserializer=parse, response_serializer=_serialize
-        )
+        self._add(grpc.unary_unary_rpc_method_handler, name, handle)
 
     def unary_undoable(self, name: str, start: Start) -> None:
         """Serve a unary method by an operation that is given up when its answer cannot be sent, too.
 
         To gRPC's server this is a stream of one answer, which is the same on the wire. But a unary handler has returned
         when its answer is sent, and hears no more of its caller; this one is told."""
-        method, parse = self._method(name)
 
         async def handle(message: Any, context: Context) -> None:
-            await self._observed(method, context, self._run(start, message, context, context.write))
+            await self._observed(name, context, self._run(start, message, context, context.write))
 
-        self._by_name[name] = grpc.unary_stream_rpc_method_handler(
-            handle, request_deserializer=parse, response_serializer=_serialize
-        )
+        self._add(grpc.unary_stream_rpc_method_handler, name, handle)
 
     def unary_coroutine(self, name: str, serve: Callable[[Any, Caller], Awaitable[Message]]) -> None:
         """Serve a unary method by a coroutine."""
-        method, parse = self._method(name)
 
         async def run(message: Any, context: Context) -> Message:
             caller = self._caller(context)
             return await serve(parsed(message), caller)
 
         async def handle(message: Any, context: Context) -> Any:
-            return await self._observed(method, context, run(message, context))
+            return await self._observed(name, context, run(message, context))
 
-        self._by_name[name] = grpc.unary_unary_rpc_method_handler(
-            handle, request_deserializer=parse, response_serializer=_serialize
-        )
+        self._add(grpc.unary_unary_rpc_method_handler, name, handle)
 
     def exempt_unary(self, name: str, serve: Callable[[Any, Context], Awaitable[Message]]) -> None:
         """Serve a unary method by a coroutine. Needs no deadline, and is not counted: probes call it all the time."""
-        _, parse = self._method(name)
 
         async def handle(message: Any, context: Context) -> Any:
             if isinstance(message, Malformed):
                 return await abort(context, malformed(message))
             return await serve(message, context)
 
-        self._by_name[name] = grpc.unary_unary_rpc_method_handler(
-            handle, request_deserializer=parse, response_serializer=_serialize
-        )
+        self._add(grpc.unary_unary_rpc_method_handler, name, handle)
 
     def server_stream(self, name: str, serve: Serve) -> None:
         """Serve a method that streams answers by a coroutine that writes to the context. Needs no deadline."""
-        method, parse = self._method(name)
 
         async def run(message: Any, context: Context) -> None:
             await serve(parsed(message), context)
 
         async def handle(message: Any, context: Context) -> None:
-            await self._observed(method, context, run(message, context))
+            await self._observed(name, context, run(message, context))
 
-        self._by_name[name] = grpc.unary_stream_rpc_method_handler(
-            handle, request_deserializer=parse, response_serializer=_serialize
-        )
+        self._add(grpc.unary_stream_rpc_method_handler, name, handle)
 
     def bidirectional(self, name: str, serve: Callable[[Context], Awaitable[None]]) -> None:
         """Serve a stream by a coroutine that reads (``parsed``) and writes by itself. Needs no deadline."""
-        method, parse = self._method(name)
 
         async def handle(_: object, context: Context) -> None:
-            await self._observed(method, context, serve(context))
+            await self._observed(name, context, serve(context))
 
-        self._by_name[name] = grpc.stream_stream_rpc_method_handler(
-            handle, request_deserializer=parse, response_serializer=_serialize
-        )
+        self._add(grpc.stream_stream_rpc_method_handler, name, handle)
 
     @property
     def name(self) -> str:
@@ -161,13 +143,13 @@ class Handlers:
     def register(self, server: grpc.aio.Server) -> None:
         """All methods of the service must have a handler."""
         missing = {method.name for method in self._service.methods} - set(self._by_name)
-        assert not missing, f"{self._service.full_name} has no handler for {sorted(missing)}"
-        handler = grpc.method_handlers_generic_handler(self._service.full_name, self._by_name)
+        assert not missing, f"{self.name} has no handler for {sorted(missing)}"
+        handler = grpc.method_handlers_generic_handler(self.name, self._by_name)
         server.add_generic_rpc_handlers((handler,))
 
-    def _method(self, name: str) -> tuple[MethodDescriptor, Callable[[bytes], Message | Malformed]]:
-        method = self._service.methods_by_name[name]
-        return method, parser(GetMessageClass(method.input_type))
+    def _add(self, kind: Callable[..., grpc.RpcMethodHandler[Any, Any]], name: str, handle: Callable[..., Any]) -> None:
+        parse = parser(GetMessageClass(self._service.methods_by_name[name].input_type))
+        self._by_name[name] = kind(handle, request_deserializer=parse, response_serializer=_serialize)
 
     async def _run(
         self, start: Start, message: Any, context: Context, send: Callable[[Message], Awaitable[None]] | None = None
@@ -203,7 +185,7 @@ class Handlers:
         remaining_ms = min(int(remaining_s * 1000), check.DEADLINE_MAX_MS)
         return Caller(settings.tenants, remaining_ms - min(ANSWER_MARGIN_MAX_MS, remaining_ms // 10))
 
-    async def _observed(self, method: MethodDescriptor, context: Context, work: Awaitable[Any]) -> Any:
+    async def _observed(self, name: str, context: Context, work: Awaitable[Any]) -> Any:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         code = grpc.StatusCode.OK
@@ -217,10 +199,10 @@ class Handlers:
             raise
         except Exception:
             code = grpc.StatusCode.INTERNAL
-            log.exception("%s failed", method.full_name)
+            log.exception("%s/%s failed", self.name, name)
             return await abort(context, problem(Problem.INTERNAL, "a defect of the sidecar; its log has the details"))
         finally:
-            self._runtime.observe_request(self._service.full_name, method.name, code.name, loop.time() - started_s)
+            self._runtime.observe_request(self.name, name, code.name, loop.time() - started_s)
 
 
 async def abort(context: Context, error: ApiError) -> Any:

@@ -21,7 +21,7 @@ from sidecar.proposer import Failed, Outcome
 from sidecar.services import translate
 from sidecar.services import validation as check
 from sidecar.services.calls import Answer, Caller
-from sidecar.services.errors import ApiError, Problem, failed, problem, refused
+from sidecar.services.errors import ApiError, Problem, failed, problem, refused, session_gone
 from sidecar.services.notices import Notices
 from sidecar.services.pages import Page
 from sidecar.services.reads import Reads
@@ -55,8 +55,7 @@ class Operations:
         def opened(result: commands.SessionOpened) -> Message:
             row = self._machine.session(result.session)
             if row is None:  # a repeat, long after: it has ended since
-                message = f"session {result.session} was opened by this request and has ended since"
-                raise refused(Refused(reason=Reason.SESSION_NOT_FOUND, message=message))
+                raise session_gone(result.session)
             return session_pb2.OpenSessionResponse(session=self._session(row))
 
         self._propose(command, caller, caller.key(tenant, request.request_id), answer, commands.SessionOpened, opened)
@@ -75,7 +74,7 @@ class Operations:
             elif isinstance(outcome, Refused):
                 answer(refused(outcome))
             elif row is None:
-                answer(self._session_gone(session))
+                answer(session_gone(session))
             elif row.tenant != tenant:  # this node did not know it when it was asked
                 answer(self._foreign(session))
             else:
@@ -96,7 +95,7 @@ class Operations:
         def produce(info: lease_pb2.ReadInfo) -> Message:
             row = self._machine.session(session)
             if row is None:
-                raise self._session_gone(session)
+                raise session_gone(session)
             if row.tenant != tenant:
                 raise self._foreign(session)
             return session_pb2.GetSessionResponse(session=self._session(row), read=info)
@@ -303,10 +302,6 @@ class Operations:
                 raise AssertionError(f"{type(command).__name__} cannot end in {outcome!r}")
 
         self._proposer.submit(command, done, timeout_ms=caller.timeout_ms, key=key)
-
-    def _session_gone(self, session: str) -> ApiError:
-        message = f"session {session} does not live: it expired, was closed, or never was"
-        return refused(Refused(reason=Reason.SESSION_NOT_FOUND, message=message, facts=(("session_id", session),)))
 
     def _foreign(self, session: str) -> ApiError:
         message = f"session {session} belongs to another tenant"

@@ -32,7 +32,7 @@ from sidecar.proposer import Failed, Failure, Outcome
 from sidecar.services import translate
 from sidecar.services import validation as check
 from sidecar.services.calls import Answer, Caller
-from sidecar.services.errors import ApiError, Problem, failed, problem, refused
+from sidecar.services.errors import ApiError, Problem, failed, problem, refused, session_gone
 from sidecar.services.handlers import Context, parsed
 from sidecar.services.operations import Operations
 from sidecar.services.outbox import Outbox
@@ -136,7 +136,7 @@ class AgentStream:
             await self._open(attach)
         row = self._machine.session(self._session)
         if row is None:
-            raise self._gone()
+            raise session_gone(self._session)
         if row.connection != self._connection:
             raise self._taken_over()
         self._ttl_s = row.ttl_ms / 1000
@@ -373,7 +373,7 @@ class AgentStream:
     def _lost(self, cause: str) -> None:
         if not self._over.is_set():
             self._push(session_pb2.Push(session_lost=session_pb2.SessionLost(cause=cause)))
-            self._end(self._gone())
+            self._end(session_gone(self._session))
 
     def draining(self, stops_in_ms: int) -> None:
         """This sidecar is stopping; the stream is served on until then."""
@@ -425,11 +425,6 @@ class AgentStream:
         carried = row is not None and row.connection == self._connection
         if self._agent_left and carried and not silent and not self._runtime.stopping:
             insist(self._proposer, commands.DetachSession(session=self._session, connection=self._connection))
-
-    def _gone(self) -> ApiError:
-        message = f"session {self._session} does not live: it expired, was closed, or never was"
-        facts = (("session_id", self._session),)
-        return refused(Refused(reason=Reason.SESSION_NOT_FOUND, message=message, facts=facts))
 
     def _taken_over(self) -> ApiError:
         message = f"another stream has attached to session {self._session}"

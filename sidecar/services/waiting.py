@@ -40,7 +40,7 @@ from sidecar.core.events import Event, Kind
 from sidecar.proposer import Failed, Failure, Outcome
 from sidecar.services import translate
 from sidecar.services.calls import Answer, Once
-from sidecar.services.errors import ApiError, Problem, failed, outcome_unknown, problem, refused
+from sidecar.services.errors import ApiError, Problem, failed, outcome_unknown, problem, refused, session_gone
 from sidecar.services.notices import Notices
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ class AcquireCall:
             self._fresh_grant = True
             self._answer(lease_pb2.AcquireLeaseResponse(token=event.token, ttl_ms=ttl_ms, revision=event.revision))
         elif event.cause == "session_ended":
-            message = f"session {event.session} has ended"
-            self._answer(refused(Refused(reason=Reason.SESSION_NOT_FOUND, message=message)))
+            self._answer(session_gone(event.session))
         elif event.cause == "timeout":
             self._answer(self._held())
         else:
