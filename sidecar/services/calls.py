@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -58,6 +59,14 @@ class Caller:
         if self.session:
             return RequestKey(tenant, self.session, "", self.sequence, self.acknowledged)
         return RequestKey(tenant, "", check.request_id(request_id) or secrets.token_hex(16))
+
+
+def attempt(make: Callable[[Any], Message], value: object) -> Message | ApiError:
+    """The answer that ``make`` makes of ``value``; it may raise ApiError, which is an answer, too."""
+    try:
+        return make(value)
+    except ApiError as error:
+        return error
 
 
 class Once:

@@ -25,7 +25,7 @@ from google.rpc.status_pb2 import Status
 from tenure.v1 import error_pb2
 
 from sidecar.core.commands import Reason, Refused
-from sidecar.proposer import Failed, Failure
+from sidecar.proposer import Failed, Failure, Outcome
 
 Code = grpc.StatusCode
 
@@ -214,6 +214,15 @@ def failed(failure: Failed) -> ApiError:
         kind = failure.failure
         return ApiError(kind.name, FAILURES[kind], failure.message, retry_delay_ms=failure.retry_delay_ms)
     return outcome_unknown(failure.message, failure.failure.name)
+
+
+def unsuccessful(outcome: Outcome) -> ApiError:
+    """Of a proposal that did not come to the result it was made for."""
+    if isinstance(outcome, Refused):
+        return refused(outcome)
+    if isinstance(outcome, Failed):
+        return failed(outcome)
+    raise AssertionError(f"{outcome!r} is no answer to what was proposed")
 
 
 def outcome_unknown(message: str, cause: str) -> ApiError:

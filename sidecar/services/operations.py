@@ -17,11 +17,11 @@ from sidecar.core.commands import Reason, Refused, RequestKey
 from sidecar.core.dedup import RecordState
 from sidecar.core.leases import Lease
 from sidecar.core.sessions import Session
-from sidecar.proposer import Failed, Outcome
+from sidecar.proposer import Outcome
 from sidecar.services import translate
 from sidecar.services import validation as check
-from sidecar.services.calls import Answer, Caller
-from sidecar.services.errors import ApiError, Problem, failed, problem, refused, session_gone
+from sidecar.services.calls import Answer, Caller, attempt
+from sidecar.services.errors import ApiError, Problem, problem, refused, session_gone, unsuccessful
 from sidecar.services.notices import Notices
 from sidecar.services.pages import Page
 from sidecar.services.reads import Reads
@@ -69,10 +69,8 @@ class Operations:
 
         def done(outcome: Outcome) -> None:
             row = self._machine.session(session)
-            if isinstance(outcome, Failed):
-                answer(failed(outcome))
-            elif isinstance(outcome, Refused):
-                answer(refused(outcome))
+            if not isinstance(outcome, commands.SessionsRenewed):
+                answer(unsuccessful(outcome))
             elif row is None:
                 answer(session_gone(session))
             elif row.tenant != tenant:  # this node did not know it when it was asked
@@ -292,14 +290,7 @@ class Operations:
         translated: Callable[..., Message],
     ) -> None:
         def done(outcome: Outcome) -> None:
-            if isinstance(outcome, expected):
-                answer(_attempted(translated, outcome))
-            elif isinstance(outcome, Refused):
-                answer(refused(outcome))
-            elif isinstance(outcome, Failed):
-                answer(failed(outcome))
-            else:
-                raise AssertionError(f"{type(command).__name__} cannot end in {outcome!r}")
+            answer(attempt(translated, outcome) if isinstance(outcome, expected) else unsuccessful(outcome))
 
         self._proposer.submit(command, done, timeout_ms=caller.timeout_ms, key=key)
 
@@ -316,10 +307,3 @@ class Operations:
     ) -> None:
         linearizable = translate.linearizable(consistency)
         self.reads.read(produce, answer, linearizable=linearizable, timeout_ms=caller.timeout_ms)
-
-
-def _attempted(translated: Callable[..., Message], result: commands.Result) -> Message | ApiError:
-    try:
-        return translated(result)
-    except ApiError as error:
-        return error

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from tenure.v1 import lease_pb2
 
 from sidecar.proposer import Failed, Failure
-from sidecar.services.calls import Answer
+from sidecar.services.calls import Answer, attempt
 from sidecar.services.errors import ApiError, Problem, failed, problem
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ class Reads:
     ) -> None:
         """``produce`` looks at the machine; it may raise ApiError."""
         if not linearizable:
-            answer(self._produced(produce, self.info(linearizable=False)))
+            answer(attempt(produce, self.info(linearizable=False)))
             return
 
         def confirmed(error: ApiError | None) -> None:
-            answer(error or self._produced(produce, self.info(linearizable=True)))
+            answer(error or attempt(produce, self.info(linearizable=True)))
 
         self.confirm(confirmed, timeout_ms)
 
@@ -81,10 +81,3 @@ class Reads:
             )
         for confirmed in waiting:
             confirmed(error)
-
-    @staticmethod
-    def _produced(produce: Callable[[lease_pb2.ReadInfo], Message], info: lease_pb2.ReadInfo) -> Message | ApiError:
-        try:
-            return produce(info)
-        except ApiError as error:
-            return error

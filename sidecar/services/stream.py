@@ -32,7 +32,7 @@ from sidecar.proposer import Failed, Failure, Outcome
 from sidecar.services import translate
 from sidecar.services import validation as check
 from sidecar.services.calls import Answer, Caller
-from sidecar.services.errors import ApiError, Problem, failed, problem, refused, session_gone
+from sidecar.services.errors import ApiError, Problem, problem, refused, session_gone, unsuccessful
 from sidecar.services.handlers import Context, parsed
 from sidecar.services.operations import Operations
 from sidecar.services.outbox import Outbox
@@ -164,7 +164,8 @@ class AgentStream:
             raise problem(Problem.DRAINING, "this sidecar is stopping and opens no new sessions")
         caller = Caller(self._runtime.settings.tenants, ATTACH_TIMEOUT_MS)
         node_id = self._runtime.settings.node_id
-        command = translate.open_session(attach.open, self._tenant, self._connection, node_id)
+        generation = self._generation or 1
+        command = translate.open_session(attach.open, self._tenant, self._connection, node_id, generation)
         key = caller.key(self._tenant, attach.open.request_id)
         outcome = await self._proposer.propose(command, timeout_ms=ATTACH_TIMEOUT_MS, key=key)
         opened = _result(outcome, commands.SessionOpened)
@@ -443,8 +444,4 @@ _LOSSES = {
 def _result(outcome: Outcome, expected: type[Any]) -> Any:
     if isinstance(outcome, expected):
         return outcome
-    if isinstance(outcome, Refused):
-        raise refused(outcome)
-    if isinstance(outcome, Failed):
-        raise failed(outcome)
-    raise AssertionError(f"unexpected {outcome!r}")
+    raise unsuccessful(outcome)

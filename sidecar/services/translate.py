@@ -31,7 +31,7 @@ def linearizable(consistency: lease_pb2.Consistency.ValueType) -> bool:
 
 
 def open_session(
-    request: session_pb2.OpenSessionRequest, tenant: str, connection: str = "", node: str = ""
+    request: session_pb2.OpenSessionRequest, tenant: str, connection: str = "", node: str = "", generation: int = 1
 ) -> commands.OpenSession:
     info = request.info
     bytes_max = commands.INFO_FIELD_BYTES_MAX
@@ -52,6 +52,7 @@ def open_session(
         disconnect_grace_ms=grace_ms,
         connection=connection,
         node=node,
+        generation=generation,
     )
 
 

@@ -40,7 +40,7 @@ from sidecar.core.events import Event, Kind
 from sidecar.proposer import Failed, Failure, Outcome
 from sidecar.services import translate
 from sidecar.services.calls import Answer, Once
-from sidecar.services.errors import ApiError, Problem, failed, outcome_unknown, problem, refused, session_gone
+from sidecar.services.errors import ApiError, Problem, outcome_unknown, problem, refused, session_gone, unsuccessful
 from sidecar.services.notices import Notices
 
 if TYPE_CHECKING:
@@ -121,14 +121,10 @@ class AcquireCall:
             self._granted(outcome)
         elif isinstance(outcome, LeaseQueued):
             self._queued()
-        elif isinstance(outcome, Refused):
-            self._answer(refused(outcome))
-        elif isinstance(outcome, Failed):
-            self._answer(failed(outcome))
-            if not outcome.definite and not self._dropped:
-                insist(self._proposer, self._cancel())
         else:
-            raise AssertionError(f"an acquire cannot end in {outcome!r}")
+            self._answer(unsuccessful(outcome))
+            if isinstance(outcome, Failed) and not outcome.definite and not self._dropped:
+                insist(self._proposer, self._cancel())
 
     def _granted(self, grant: LeaseGranted) -> None:
         if self._given_up and not grant.already_held:
@@ -255,12 +251,8 @@ class BeginCall:
                 self._wait()
             else:
                 self._tell(outcome)
-        elif isinstance(outcome, Refused):
-            self._answer(refused(outcome))
-        elif isinstance(outcome, Failed):
-            self._answer(failed(outcome))
         else:
-            raise AssertionError(f"a begin cannot end in {outcome!r}")
+            self._answer(unsuccessful(outcome))
 
     def _wait(self) -> None:
         command = self._command
