@@ -93,6 +93,9 @@ class OpenSession(_Command, frozen=True, tag=10):
     # No part of the request's fingerprint.
     connection: str = ""
     node: str = ""
+    # Which stream of the session opens it, see AttachSession. No part of the request's fingerprint: a repeat of the request
+    # comes over another stream, and the one that opens the session need not be the first that asked.
+    generation: int = 1
 
 
 class RenewSessions(_Command, frozen=True, tag=11):

@@ -32,7 +32,7 @@ StreamKey = tuple[str, int]  # session, the operation's id
 def fingerprint_of(command: Command) -> bytes:
     """Equal for a command and its honest repeat: what the sidecar chose by itself, anew for each call, is left out."""
     if isinstance(command, OpenSession):
-        command = replace(command, suffix="", connection="", node="")
+        command = replace(command, suffix="", connection="", node="", generation=1)
     elif isinstance(command, AcquireLease):
         command = replace(command, wait_ms=0, waiter="")
     return blake2b(_ENCODER.encode(command), digest_size=_FINGERPRINT_BYTES).digest()

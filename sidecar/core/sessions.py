@@ -86,7 +86,7 @@ class Sessions:
             deadline_ms=context.now_ms + command.ttl_ms,
             connection=command.connection,
             node=command.node,
-            generation=1 if command.connection else 0,
+            generation=command.generation if command.connection else 0,
         )
         self.table[session] = row
         self._order.add((row.tenant, session))

@@ -82,6 +82,19 @@ async def test_a_restarted_sidecar_finds_the_same_session_and_token(server: Doub
         assert not lost
 
 
+async def test_every_stream_of_a_session_is_counted(server: Double) -> None:
+    """Also those that attached nothing: a late attach of one that was given up must be smaller than its successor's."""
+    async with tenure.connect(server.address) as client:
+        await client.acquire("job")
+        server.break_streams()
+        await eventually(lambda: len(server.attaches) >= 2)
+        server.expire(client.session_id)
+        await eventually(lambda: server.attaches[-1].HasField("open") and len(server.attaches) >= 3)
+        first, second = server.attaches[:2]
+        assert (first.generation, second.generation) == (1, 2)
+        assert server.attaches[-1].generation == 1  # of another session
+
+
 async def test_a_broken_stream_of_a_living_sidecar_cuts_to_the_grace_until_it_is_resumed(server: Double) -> None:
     async with tenure.connect(server.address, disconnect_grace_ms=700) as client:
         lease = await client.acquire("job")

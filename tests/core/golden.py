@@ -117,6 +117,7 @@ class Scenario:
             disconnect_grace_ms=line.number("grace", 1_000),
             connection=line.text("connection"),
             node="n1",
+            generation=line.number("generation", 1),
         )
 
     def read_renew(self, line: Line, tenant: str) -> c.Command:

@@ -26,7 +26,7 @@ class Expected(NamedTuple):
 
 
 RELEASES = {
-    "0_1": Expected("7b719a86cb35c32827059fb69385b23a548a7819906a5a5ca1bf0d4ac0def599", 1477, 240),
+    "0_1": Expected("7d7643ae91d3a45b451133eec2980fbddc01b95783059e52544162bb9c0efd56", 1477, 240),
 }
 
 

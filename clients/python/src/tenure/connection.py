@@ -381,7 +381,9 @@ class Connection:
             self._note_death(address, session, found)
             raise errors.ConnectError(found.problem, reason="NO_SIDECAR")
         self.owner.check()
-        attach = session_pb2.Attach(tenant=self.options.tenant, session_id=session.id)
+        # Counted, so that the attach of a stream that was given up cannot take the session back from its successor.
+        session.streams += 1
+        attach = session_pb2.Attach(tenant=self.options.tenant, session_id=session.id, generation=session.streams)
         if not session.id:
             attach.open.CopyFrom(self._open_request())
         stream, attached = await self._attach(address, session, attach, timeout)

@@ -156,6 +156,7 @@ class Session:
         self.hooks = hooks
         self.in_flight_max = in_flight_max
         self.validity = Validity(timing.ttl_ms, grace_ms, timing.cancel_margin_ms)
+        self.streams = 0  # how many have been tried for this session; see Attach.generation
         self.ended: str | None = None
         self.jeopardy: str | None = None
         self.leases: dict[tuple[str, int], HeldLease] = {}

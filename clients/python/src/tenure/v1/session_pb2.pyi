@@ -431,8 +431,9 @@ class Attach(_message.Message):
     session_id: _builtins.str
     """Empty: open a new session from `open`. Otherwise resume this one."""
     generation: _builtins.int
-    """Which stream of this session it is, counted by the client: 1 for the one that opens it, one more for each further stream.
-    An attach with a smaller number than an earlier one had is late, and refused: ABORTED, SESSION_TAKEN_OVER. 0: not counted.
+    """Which stream of this session it is, counted by the client from 1: one more for each stream that it tries, also while the
+    session is still to be opened. An attach with a smaller number than an earlier one had is late, and refused: ABORTED,
+    SESSION_TAKEN_OVER. 0: not counted.
     """
     @_builtins.property
     def open(self) -> Global___OpenSessionRequest:
