@@ -132,7 +132,6 @@ def test_terms_and_votes_that_are_not_stored_are_caught(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(SimLogStore, "set_term", only_in_memory)
     assert _caught("elections", 40, "double-vote")
-    assert _caught("elections", 40, "election-safety")
 
 
 def test_an_empty_node_that_votes_at_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
