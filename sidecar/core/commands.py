@@ -93,8 +93,8 @@ class OpenSession(_Command, frozen=True, tag=10):
     # No part of the request's fingerprint.
     connection: str = ""
     node: str = ""
-    # Which stream of the session opens it, see AttachSession. No part of the request's fingerprint: a repeat of the request
-    # comes over another stream, and the one that opens the session need not be the first that asked.
+    # Which stream of the session opens it, see AttachSession. Not in the request's fingerprint: a repeat of it comes
+    # over another stream, and the one that opens the session need not be the first that asked.
     generation: int = 1
 
 
