@@ -2,7 +2,8 @@
 
 The program runs only while the lease is held. It finds the fencing token in ``TENURE_FENCING_TOKEN`` and the lease's
 name in ``TENURE_LEASE``. When the lease is about to be lost it gets SIGTERM, and SIGKILL before another may be granted
-the lease. It cannot outlive ``tenure lock`` itself. Signals that ``tenure lock`` gets are passed on to it.
+the lease. A guard (guarded.py) sees to that also when ``tenure lock`` itself is stopped or killed. Signals that
+``tenure lock`` gets are passed on to the program.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
     from tenure import Lease
 
 NOT_ACQUIRED, LOST, NOT_EXECUTABLE, NOT_FOUND = 75, 76, 126, 127
+KILLED = 128 + signal.SIGKILL  # by the guard, if the lease is lost
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # SIGKILL goes out this long before safe-until, so that the kernel has ended the program by then.
 KILL_MARGIN_S = 0.25
+GUARDED = str(Path(__file__).with_name("guarded.py"))
+GUARD_TOLD_S = 0.25  # the guard learns of a renewal within this
 
 HELP = f"""Run a command while holding a lease, so that only one of all replicas runs it at a time.
 
@@ -92,10 +97,12 @@ async def run_under_lease(
             except asyncio.CancelledError:
                 await child.end_before(lease)
                 raise
+            finally:
+                child.dismiss_guard()
     except errors.LeaseHeld as error:
         not_acquired(error, wait)
     except errors.LeaseLost as error:
-        if child is not None and child.status is not None and not child.told_to_end:
+        if child is not None and child.status is not None and not child.told_to_end and child.status != KILLED:
             return child.status  # it had ended by itself; the lease was lost on the way out
         raise CliError(
             f"{error}; the command was ended",
@@ -113,26 +120,57 @@ def not_acquired(error: tenure.LeaseHeld, wait: float) -> NoReturn:
 class Child:
     """The command, in a process group of its own unless it needs the terminal."""
 
-    def __init__(self, process: asyncio.subprocess.Process, *, grouped: bool) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, guard: int, *, grouped: bool) -> None:
         self.told_to_end = False
-        self._process, self._grouped = process, grouped
+        self._process, self._guard, self._grouped = process, guard, grouped
+        self._telling: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, program: str, command: list[str], lease: Lease) -> Child:
-        from sidecar.dev.processes import CHILD
-
         # A command that reads the terminal must stay in its foreground group, where Ctrl-C reaches it by itself.
         grouped = not sys.stdin.isatty()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", CHILD, str(os.getpid()), program, *command[1:],
-            env=os.environ | {"TENURE_FENCING_TOKEN": str(lease.token), "TENURE_LEASE": lease.name},
-            process_group=0 if grouped else None,
-        )  # fmt: skip
-        child = cls(process, grouped=grouped)
+        guards_end, guard = os.pipe()
+        os.set_blocking(guard, False)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", GUARDED,
+                str(os.getpid()), str(guards_end), "group" if grouped else "alone", program, *command[1:],
+                env=os.environ | {"TENURE_FENCING_TOKEN": str(lease.token), "TENURE_LEASE": lease.name},
+                process_group=0 if grouped else None,
+                pass_fds=(guards_end,),
+            )  # fmt: skip
+        except BaseException:
+            os.close(guard)
+            raise
+        finally:
+            os.close(guards_end)
+        child = cls(process, guard, grouped=grouped)
         loop = asyncio.get_running_loop()
         for number in PASSED_ON:
             loop.add_signal_handler(number, child.pass_on, number)
+        child._telling = loop.create_task(child._tell_guard(lease))
         return child
+
+    async def _tell_guard(self, lease: Lease) -> None:
+        """Until when the command may run, as it moves with renewals."""
+        told = 0.0
+        while True:
+            if lease.valid and lease.safe_until != told:
+                told = lease.safe_until
+                self._to_guard(f"{told:.6f}\n")
+            await asyncio.sleep(GUARD_TOLD_S)
+
+    def dismiss_guard(self) -> None:
+        """Nothing is left to guard; or, if the command still runs, let the guard end it at once."""
+        if self._telling is not None:
+            self._telling.cancel()
+        if self._process.returncode is not None:
+            self._to_guard("done\n")
+        os.close(self._guard)
+
+    def _to_guard(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # it has done its work, or somebody has stopped it
+            os.write(self._guard, line.encode())
 
     @property
     def status(self) -> int | None:

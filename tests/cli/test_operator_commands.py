@@ -230,16 +230,41 @@ def test_lock_that_is_lost_ends_the_command(run: Run, address: str, tmp_path: Pa
 
 
 def test_the_command_does_not_outlive_a_killed_lock(run: Run, address: str, tmp_path: Path) -> None:
-    alive = tmp_path / "pid"
-    lock = start_lock(address, "cli/killed", f"echo $$ > {alive}; echo started; exec sleep 600")
+    alive = tmp_path / "pids"
+    script = f"sleep 600 & echo $! $$ > {alive}; echo started; wait"
+    lock = start_lock(address, "cli/killed", script)
     assert lock.stdout is not None
     assert lock.stdout.readline() == "started\n"
     lock.kill()
     lock.communicate(timeout=30)
-    pid = alive.read_text().strip()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10)
+    for pid in alive.read_text().split():
+        wait_until(lambda: not running(pid), 10)  # noqa: B023
     # The next one gets it after the grace, with a larger token.
     assert run("lock", "cli/killed", "--wait", "20", "--", "true").returncode == 0
+
+
+def test_the_command_has_ended_before_another_can_hold_the_lease_of_a_stopped_lock(
+    run: Run, address: str, tmp_path: Path
+) -> None:
+    alive = tmp_path / "pids"
+    script = f"sleep 600 & echo $! $$ > {alive}; echo started; wait"
+    lock = start_lock(address, "cli/stopped", script, "--ttl", "2", "--grace", "0.5")
+    assert lock.stdout is not None
+    assert lock.stdout.readline() == "started\n"
+    pids = alive.read_text().split()
+    lock.send_signal(signal.SIGSTOP)
+    still = f"for pid in {' '.join(pids)}; do grep -s '^State:.[^Z]' /proc/$pid/status; done; true"
+    looked = run("lock", "cli/stopped", "--wait", "20", "--", "sh", "-c", still)
+    lock.send_signal(signal.SIGCONT)
+    _, said = lock.communicate(timeout=30)
+    assert (looked.returncode, looked.stdout) == (0, "")
+    assert lock.returncode == 76, said
+
+
+def running(pid: str) -> bool:
+    """Not gone, and no zombie that nobody has looked at yet."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def test_json_has_numbers_and_every_field() -> None:
