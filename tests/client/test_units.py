@@ -67,8 +67,17 @@ def test_a_sidecar_that_is_gone_has_cut_nothing() -> None:
     state = validity()
     state.renewed(100.0, 15_000)
     state.disconnected(101.0)
-    state.sidecar_gone()
+    state.sidecar_gone(101.0)
     assert state.safe_until == pytest.approx(114.85)
+
+
+def test_the_end_of_a_sidecar_says_nothing_of_other_streams() -> None:
+    state = validity()
+    state.renewed(100.0, 15_000)
+    state.disconnected(101.0)
+    state.disconnected(101.5)
+    state.sidecar_gone(101.5)
+    assert state.safe_until == pytest.approx(101.99)
 
 
 def test_only_a_confirmation_sent_after_a_suspected_cut_disproves_it() -> None:
@@ -78,6 +87,12 @@ def test_only_a_confirmation_sent_after_a_suspected_cut_disproves_it() -> None:
     state.renewed(100.9, 15_000)
     assert state.cut
     state.renewed(101.1, 15_000)
+    assert not state.cut
+    state.disconnected(102.0)
+    state.disconnected(102.5)
+    state.renewed(102.2, 15_000)  # says nothing of the second
+    assert state.cut
+    state.renewed(102.6, 15_000)
     assert not state.cut
 
 
@@ -505,6 +520,21 @@ async def test_what_a_resumed_session_holds_is_compared() -> None:
     assert kept.told == []
     assert gone.told == ["lost lost 0"]
     assert granted == [("new", 3)]
+
+
+async def test_a_suspected_cut_is_looked_into_at_once() -> None:
+    """A second stream was tried and given up while the first carries the session: the next renewal may be too late."""
+    clock = Clock()
+    session = attached_session(clock)
+    session.disconnected(clock())
+    assert session.validity.safe_until < clock() + 1
+    clock.now += 0.001
+    session.tick(attached=True)
+    message = session.outgoing(0.0)
+    assert message is not None
+    ack = session_pb2.KeepAliveAck(id=message.keep_alive.id, ttl_ms=15_000)
+    session.received(session_pb2.ConnectResponse(keep_alive_acks=[ack]))
+    assert session.validity.safe_until > clock() + 10
 
 
 async def test_unanswered_calls_learn_of_the_end() -> None:

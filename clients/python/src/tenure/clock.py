@@ -52,14 +52,15 @@ class Validity:
         self.grace_ms = grace_ms
         self.cancel_margin_ms = cancel_margin_ms
         self._renewed_until = float("-inf")
-        self._cut_at: float | None = None
+        self._cut_at: float | None = None  # the first suspected cut that nothing has disproved
+        self._suspected_at = float("-inf")  # the last one
 
     def renewed(self, sent_at: float, ttl_ms: int) -> None:
         """A renewal sent at ``sent_at`` was confirmed with this ttl. An older one never shortens a newer one.
 
         Only the stream that carries the session gets confirmations: one sent after a suspected cut disproves it.
         """
-        if self._cut_at is not None and sent_at > self._cut_at:
+        if sent_at > self._suspected_at:
             self._cut_at = None
         self._renewed_until = max(self._renewed_until, sent_at + ttl_ms / 1000 - margin(ttl_ms))
 
@@ -73,10 +74,12 @@ class Validity:
         """A stream broke at ``at``: the sidecar may have cut the session to its disconnect grace."""
         if self._cut_at is None:
             self._cut_at = at
+        self._suspected_at = at
 
-    def sidecar_gone(self) -> None:
-        """The sidecar's process ended, and the stream with it: nobody cut the session."""
-        self._cut_at = None
+    def sidecar_gone(self, at: float) -> None:
+        """The sidecar's process ended, and the stream that broke at ``at`` with it: that break cut nothing."""
+        if self._cut_at == self._suspected_at == at:
+            self._cut_at = None
 
     @property
     def cut(self) -> bool:

@@ -419,7 +419,7 @@ class Connection:
             return
         broken_address, at = self._broken
         if broken_address == address and self.options.clock() - at <= DEATH_NOTICED_WITHIN:
-            session.sidecar_gone()
+            session.sidecar_gone(at)
 
     def _refused(self, session: Session, error: errors.TenureError) -> None:
         if not isinstance(error, errors.SessionLost):

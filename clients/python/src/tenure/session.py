@@ -301,14 +301,19 @@ class Session:
                 self.hooks.granted(self, lease.name, lease.token)
 
     def disconnected(self, at: float) -> None:
-        """The stream broke, and no other carries the session."""
+        """A stream broke that carries the session, or may have come to carry it: the session may be cut.
+
+        Should another carry it all the same, that is shown by a keepalive, and long before the grace is over.
+        """
         self.validity.disconnected(at)
         self._keep_alives.due = False
+        self._keep_alives.due_at = at
         self.hooks.rearm()
 
-    def sidecar_gone(self) -> None:
+    def sidecar_gone(self, at: float) -> None:
+        """The stream broke at ``at`` because the sidecar's process ended."""
         if self.validity.cut:
-            self.validity.sidecar_gone()
+            self.validity.sidecar_gone(at)
             self.hooks.rearm()
 
     def received(self, message: session_pb2.ConnectResponse) -> None:
