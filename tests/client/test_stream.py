@@ -10,6 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 import tenure
+from tenure.addresses import parse_addresses
+from tenure.stream import Stream
 from tenure.v1 import session_pb2
 
 from tests.client.double import Double, Held, double, refusal
@@ -559,6 +561,26 @@ async def test_a_socket_that_speaks_something_else(folder: Path) -> None:
     async with other:
         with pytest.raises(tenure.ConnectError):
             await tenure.connect(f"unix:{folder}/garbage.sock", connect_timeout=0.5)
+
+
+async def test_an_attach_that_never_left_is_told_from_one_that_may_have_arrived(folder: Path, server: Double) -> None:
+    """Only the second may have attached a session, and cut it when it was given up."""
+    left: list[str] = []
+
+    async def dial(address: str) -> str:
+        (where,) = parse_addresses(address)
+        with pytest.raises(tenure.ConnectError) as refused:
+            await Stream.dial(where, None, session_pb2.Attach(), 0.3, tenure.now, lambda: left.append(address))
+        return refused.value.reason
+
+    with socket.socket(socket.AF_UNIX) as hung:
+        hung.bind(f"{folder}/hung.sock")
+        hung.listen()
+        await dial(f"unix:{folder}/hung.sock")
+    assert not left
+    server.mute = True
+    assert await dial(server.address) == "NO_ANSWER"
+    assert left == [server.address]
 
 
 async def test_a_slow_start_is_waited_for(folder: Path) -> None:

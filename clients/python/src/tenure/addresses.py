@@ -35,7 +35,8 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int | str]] = (
     # Repeats are ours: only with the same identity, only within the caller's time.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Also how long a connection may take to be established: a sidecar that is busy for a moment is there all the same.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Every channel is its own connection, so that a new stream does not ride on a connection that is already dead.
     ("grpc.use_local_subchannel_pool", 1),

@@ -46,6 +46,8 @@ BACKOFF_MAX = 0.5
 # sidecar may have cut the session first and died afterwards.
 DEATH_NOTICED_WITHIN = 0.25
 CLOSE_TIMEOUT = 2.0
+# Why a sidecar ends a stream when another has attached the session.
+TAKEN_OVER = "SESSION_TAKEN_OVER"
 RETIRED_MAX = 16
 
 
@@ -83,6 +85,7 @@ class Connection:
         self._stream: Stream | None = None
         self._carried: Session | None = None
         self._broken: tuple[addresses.Address, float] | None = None
+        self._replacing = False
         self._attached = asyncio.Event()
         self._kick = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -297,17 +300,30 @@ class Connection:
         return None
 
     async def _attempt_beside(self, stream: Stream, session: Session, timeout: float | None) -> Stream | None:
-        """One try to attach while the old stream is still there; given up when that, or the session, ends."""
+        """One try to attach while the old stream is still there; given up when the session ends.
+
+        When it succeeds, the sidecar ends the old stream, and that may be heard first: it is given its time.
+        """
+        loop = asyncio.get_running_loop()
         attempt = self.spawn(self._attempt(session, timeout))
-        while not attempt.done() and session.ended is None and not stream.ended.is_set():
+        self._replacing = True
+        attempt.add_done_callback(self._not_replacing)
+        give_up_at: float | None = None
+        while not attempt.done() and session.ended is None and (give_up_at is None or loop.time() < give_up_at):
+            if stream.ended.is_set() and give_up_at is None:
+                give_up_at = loop.time() + self._dial_timeout()
             self._kick.clear()
             kicked = self.spawn(self._kick.wait())
-            await asyncio.wait({attempt, kicked}, return_when=asyncio.FIRST_COMPLETED)
+            left = None if give_up_at is None else give_up_at - loop.time()
+            await asyncio.wait({attempt, kicked}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             kicked.cancel()
         if not attempt.done():
             attempt.cancel()
             await asyncio.wait({attempt})
         return None if attempt.cancelled() else attempt.result()
+
+    def _not_replacing(self, _: object) -> None:
+        self._replacing = False
 
     def _stream_ended(self, stream: Stream) -> None:
         """In the very turn in which it is noticed: the session may be cut from now on."""
@@ -317,7 +333,7 @@ class Connection:
             self.last_error = stream.error
             if isinstance(stream.error, errors.SessionLost):
                 session.end("session_ended")
-            else:
+            elif not self._replacing or stream.error is None or stream.error.reason != TAKEN_OVER:
                 self._may_be_cut(stream.address, session)
         self._kick.set()
 
@@ -396,10 +412,16 @@ class Connection:
         self, address: addresses.Address, session: Session, attach: session_pb2.Attach, timeout: float | None
     ) -> tuple[Stream, session_pb2.Attached]:
         options = self.options
+        left = False
+
+        def leaves() -> None:
+            nonlocal left
+            left = True
+
         try:
-            return await Stream.dial(address, options.credentials, attach, timeout, options.clock)
+            return await Stream.dial(address, options.credentials, attach, timeout, options.clock, leaves)
         except (errors.ConnectError, asyncio.CancelledError):
-            if session.id and session.ended is None:
+            if left and session.id and session.ended is None:
                 # It may have attached before it was given up, and then the sidecar has seen a stream break.
                 self._may_be_cut(address, session)
             raise

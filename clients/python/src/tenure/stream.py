@@ -34,7 +34,6 @@ class Stream:
         self._channel = channel
         # No deadline: the stream lives as long as the client. Everything on it has its own.
         self._call: _Call = session_pb2_grpc.SessionServiceStub(channel).Connect()
-        forks.keep_from_child(wire_object=channel)
         forks.keep_from_child(wire_object=self._call)
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -47,21 +46,29 @@ class Stream:
         attach: session_pb2.Attach,
         timeout: float | None,
         clock: Clock,
+        leaves: Callable[[], None],
     ) -> tuple[Stream, session_pb2.Attached]:
-        """Connects and attaches. Raises the sidecar's refusal, or ConnectError when there was no answer."""
-        stream = cls(address, addresses.open_channel(address, credentials), clock)
+        """Connects and attaches. Raises the sidecar's refusal, or ConnectError when there was no answer.
+
+        ``leaves`` is called when the attach is about to leave this process: before, nothing can have come of it.
+        """
+        channel = addresses.open_channel(address, credentials)
+        forks.keep_from_child(wire_object=channel)
+        stream: Stream | None = None
         try:
             async with asyncio.timeout(timeout):
+                await _connected(address, channel)
+                stream = cls(address, channel, clock)
+                leaves()
                 attached = await stream._attach(attach)
-        except TimeoutError:
-            await stream.close()
+        except BaseException as error:
+            await (channel if stream is None else stream).close()
+            if not isinstance(error, TimeoutError):
+                raise
             raise errors.ConnectError(
                 f"{address}: connected, but the sidecar did not attach the session within {timeout} s",
                 reason="NO_ANSWER",
             ) from None
-        except BaseException:
-            await stream.close()
-            raise
         return stream, attached
 
     async def _attach(self, attach: session_pb2.Attach) -> session_pb2.Attached:
@@ -152,3 +159,14 @@ class Stream:
         self._tasks.clear()
         await self._channel.close()
         self.ended.set()
+
+
+async def _connected(address: addresses.Address, channel: grpc.aio.Channel) -> None:
+    """Raises ConnectError when the other side cannot be reached, or does not speak."""
+    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            raise errors.ConnectError(
+                f"{address}: the connection failed; the sidecar hangs or is starting, or something else listens there",
+                reason="DISCONNECTED",
+            )
+        await channel.wait_for_state_change(state)
