@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 
 import typer
 
-from sidecar.cli.failures import USAGE, CliError
+from sidecar.cli.failures import UNREACHABLE, USAGE, CliError
 from sidecar.cli.options import DEFAULT_ADDRESS, DEFAULT_TENANT, DEFAULT_TIMEOUT_S, Address, Json, Tenant, Timeout
 
 if TYPE_CHECKING:
@@ -64,10 +64,31 @@ class Target:
             found = await addresses.probe(candidate, self.timeout)
             if found.listening:
                 async with addresses.open_channel(candidate, secret) as opened:
+                    await self._connected(opened, str(candidate))
                     yield opened
                 return
             missing.append(found.problem)
         raise ConnectError("; ".join(missing))
+
+    async def _connected(self, channel: grpc.aio.Channel, address: str) -> None:
+        """Before anything is sent: a handshake that fails has done nothing, and says so."""
+        from grpc import ChannelConnectivity as State
+
+        try:
+            async with asyncio.timeout(self.timeout):
+                state = channel.get_state(try_to_connect=True)
+                while state not in (State.READY, State.TRANSIENT_FAILURE):
+                    await channel.wait_for_state_change(state)
+                    state = channel.get_state()
+        except TimeoutError:
+            state = State.TRANSIENT_FAILURE
+        if state is not State.READY:
+            raise CliError(
+                f"{address}: something listens there, but no connection came about",
+                reason="NO_CONNECTION",
+                status=UNREACHABLE,
+                todo="for host:port, say --tls-ca, and --tls-cert with --tls-key if it wants a client certificate",
+            )
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials for a TCP address; None without an authority (then plain text, which only loopback may use)."""

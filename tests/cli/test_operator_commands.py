@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import tenure
 from tenure.v1 import dedup_pb2
 
+from sidecar.certs import write_certificates
 from sidecar.cli.calls import as_dict
 from sidecar.dev.ports import free_ports
 from tests.waiting import eventually, wait_until
@@ -28,34 +30,47 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "sidecar", *arguments]
 
 
+@dataclass(frozen=True)
+class Sidecar:
+    address: str
+    tcp: str
+    certs: Path
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A cluster of one node."""
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A cluster of one node, on a unix socket and on TCP with certificates of both sides."""
     folder = tmp_path_factory.mktemp("c")
-    peer, http = free_ports(2)
+    peer, http, tcp = free_ports(3)
+    certs = folder / "certs"
+    write_certificates(certs, "cli", {"n1": ["localhost"], "agent": []})
     settings = {
         "TENURE_NODE_ID": "n1", "TENURE_CLUSTER_ID": "cli", "TENURE_PEERS": f"n1=127.0.0.1:{peer}",
         "TENURE_INSECURE": "true", "TENURE_BOOTSTRAP": "true", "TENURE_DATA_DIR": str(folder / "data"),
         "TENURE_SOCKET": str(folder / "s"), "TENURE_HTTP_LISTEN": f"127.0.0.1:{http}",
+        "TENURE_GRPC_LISTEN": f"127.0.0.1:{tcp}", "TENURE_GRPC_TLS_CERT": str(certs / "n1.pem"),
+        "TENURE_GRPC_TLS_KEY": str(certs / "n1.key"), "TENURE_GRPC_TLS_CLIENT_CA": str(certs / "ca.pem"),
     }  # fmt: skip
     (folder / "data").mkdir()
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command("serve"), env=CLEAN | settings, stdout=log, stderr=log)
-    where = f"unix:{folder / 's'}"
+    running = Sidecar(f"unix:{folder / 's'}", f"localhost:{tcp}", certs)
+
+    def ready() -> bool:
+        asked = command("health", "--ready", "--address", running.address)
+        return subprocess.run(asked, capture_output=True, check=False).returncode == 0
+
     try:
-        wait_until(
-            lambda: (
-                subprocess.run(
-                    command("health", "--ready", "--address", where), capture_output=True, check=False
-                ).returncode
-                == 0
-            ),
-            30,
-        )
-        yield where
+        wait_until(ready, 30)
+        yield running
     finally:
         process.terminate()
         assert process.wait(30) == 0, (folder / "log").read_text()
+
+
+@pytest.fixture
+def address(sidecar: Sidecar) -> str:
+    return sidecar.address
 
 
 @pytest.fixture
@@ -179,6 +194,19 @@ def test_errors_name_what_is_wrong(run: Run) -> None:
     assert run("lease", "ls", "--tenant", "nobody").returncode == 1
     assert run("lease", "ls", "--tls-cert", "x").returncode == 2
     assert run("lease", "ls", "--address", "example.invalid:1").returncode == 4
+
+
+def test_over_tcp_both_sides_show_a_certificate(run: Run, sidecar: Sidecar) -> None:
+    there = ("status", "--json", "--address", sidecar.tcp)
+    ca = ("--tls-ca", str(sidecar.certs / "ca.pem"))
+    own = ("--tls-cert", str(sidecar.certs / "agent.pem"), "--tls-key", str(sidecar.certs / "agent.key"))
+    assert parsed(run(*there, *ca, *own))["node_id"] == "n1"
+    for incomplete in ((), ca):
+        refused = run(*there, *incomplete)
+        assert refused.returncode == 4
+        assert "--tls-ca" in json.loads(refused.stderr)["error"]["todo"]
+    locked = run("lock", "cli/tcp", "--address", sidecar.tcp, *ca, *own, "--", "sh", "-c", "exit 9")
+    assert locked.returncode == 9, locked.stderr
 
 
 def test_lock_gives_the_token_and_returns_the_status(run: Run) -> None:
