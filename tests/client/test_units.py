@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tenure import addresses, errors
 from tenure.clock import Validity, margin
 from tenure.connection import positive_jitter
+from tenure.dedup import Attempt, Completed, Idempotency, JsonSerializer
 from tenure.session import ACQUIRE, CHECK, RELEASE, Hooks, Session, Timing
 from tenure.v1 import error_pb2, lease_pb2, session_pb2
 
@@ -156,6 +157,31 @@ def test_default_timing_fits_the_ttl() -> None:
 def test_settings_that_cannot_work_are_refused_at_once(options: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         tenure.connect(**options)
+
+
+def test_an_option_that_does_not_exist_is_refused() -> None:
+    options: Any = {"tenent": "a"}
+    with pytest.raises(TypeError, match=r"no option tenent; it has: tenant, "):
+        tenure.connect(**options)
+
+
+def test_what_was_not_entered_says_how() -> None:
+    connecting: Any = tenure.connect("unix:/run/x.sock")
+    with pytest.raises(AttributeError, match=r"async with tenure\.connect\(\) as client"):
+        connecting.lease("a")
+    with pytest.raises(TypeError, match="connect_sync"), connecting:
+        pass
+
+
+async def test_results_that_cannot_be_stored_or_read_say_why() -> None:
+    unused: Any = None
+    result: Any = {"ok": 1}
+    with pytest.raises(TypeError, match=r"not dict: encode it, as in json\.dumps"):
+        await Attempt(unused, unused, "k", 1).complete(result)
+    by_hand = Completed("k", 1, b"by hand", 0)
+    with pytest.raises(ValueError, match="Expecting value") as caught:
+        Idempotency(str, None, JsonSerializer(), "retry", ()).replay(by_hand)
+    assert "stored result of attempt 1 at 'k'" in caught.value.__notes__[0]
 
 
 # ---- addresses -------------------------------------------------------------------------------------------------

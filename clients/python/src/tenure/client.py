@@ -28,7 +28,7 @@ from tenure.dedup import (
     decorate,
 )
 from tenure.fingerprint import fingerprint as fingerprint_of
-from tenure.lease import Callback, Lease, LeaseContext, LocalLine
+from tenure.lease import Callback, Lease, LeaseContext, LocalLine, NeedsAsyncWith
 from tenure.session import ACQUIRE, BEGIN, CHECK, GET_LEASE, GET_RECORD, Session, Timing
 from tenure.v1 import dedup_pb2, lease_pb2, lease_pb2_grpc, session_pb2
 from tenure.values import EventKind, LeaseInfo, RecordInfo, TokenCheck, lease_info, record_info, token_check
@@ -86,6 +86,10 @@ def connect(address: str | Sequence[str] | None = None, **options: Unpack[Connec
     Raises ValueError for settings that cannot work, and ConnectError, within ``connect_timeout`` seconds and with what
     to do, when there is no sidecar.
     """
+    unknown = sorted(options.keys() - ConnectOptions.__annotations__.keys())
+    if unknown:
+        known = ", ".join(ConnectOptions.__annotations__)
+        raise TypeError(f"connect() has no option {', '.join(unknown)}; it has: {known}")
     timeout = options.get("timeout", TIMEOUT_DEFAULT)
     connect_timeout = options.get("connect_timeout", TIMEOUT_DEFAULT)
     if timeout <= 0 or connect_timeout <= 0:
@@ -128,8 +132,10 @@ def _grace_ms(ttl_ms: int, grace_ms: int | None) -> int | None:
     return grace_ms
 
 
-class Connecting:
+class Connecting(NeedsAsyncWith):
     """What ``connect`` returns: await it, or use it as an asynchronous context manager."""
+
+    _written = "async with tenure.connect() as client"
 
     def __init__(self, options: Options, connect_timeout: float, session: bool) -> None:
         self._options = options

@@ -121,7 +121,11 @@ class Attempt:
         RecordMismatch when it was completed with another result, InvalidArgument for a result that is too large (the
         attempt then goes on), SessionLost or Indefinite when the session ended first.
         """
-        request = dedup_pb2.CompleteRecordRequest(key=self._key, attempt=self._number, result=result)
+        try:
+            request = dedup_pb2.CompleteRecordRequest(key=self._key, attempt=self._number, result=result)
+        except TypeError:
+            kind = type(result).__name__
+            raise TypeError(f"a result is bytes, not {kind}: encode it, as in json.dumps(result).encode()") from None
         connection = self._connection
         seconds = connection.options.timeout if timeout is None else timeout
         await connection.call(COMPLETE, lambda: request, timeout=seconds, session=self._session)
@@ -203,7 +207,11 @@ class Idempotency:
         where = f"attempt {begun.attempt} at {begun.key!r}"
         match begun:
             case Completed(result=stored):
-                return self.serializer.loads(stored)
+                try:
+                    return self.serializer.loads(stored)
+                except ValueError as error:
+                    error.add_note(f"The stored result of {where} is not one that this function's serializer wrote.")
+                    raise
             case Failed(error=text):
                 raise errors.RecordFailed(text or f"{where} failed for good", reason="RECORD_FAILED", facts=facts)
             case InProgress():

@@ -335,13 +335,31 @@ async def _completed(awaitable: Awaitable[Any]) -> None:
     await awaitable
 
 
-class LeaseContext:
+class NeedsAsyncWith:
+    """Says how it is written to those who took it for what ``async with`` gives."""
+
+    _written = ""
+
+    if not TYPE_CHECKING:  # a type checker finds both by itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"{name!r} is found on what 'async with' gives: {self._written}", name=name, obj=self)
+
+        def __enter__(self) -> Any:
+            raise TypeError(f"'with' does not do here: {self._written}, or use tenure.connect_sync()")
+
+        def __exit__(self, *_: object) -> None: ...
+
+
+class LeaseContext(NeedsAsyncWith):
     """``async with client.lease(name) as lease``: the body runs under the lease and is cancelled before it can be lost.
 
     The cancellation comes ``cancel_margin_ms`` before safe-until, so that the body can clean up while the lease is
     its own. Once the body has ended, the lease is given back if it still is there, and LeaseLost is raised. A
     cancellation from elsewhere stays a CancelledError.
     """
+
+    _written = "async with client.lease(name) as lease"
 
     def __init__(self, acquire: Callable[[], Awaitable[Lease]], bodies: set[LeaseContext]) -> None:
         self._acquire = acquire
