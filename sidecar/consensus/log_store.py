@@ -55,7 +55,7 @@ _ENTRY_OVERHEAD_BYTES = 48
 _WATERMARK = struct.Struct("<8sQI")
 _WATERMARK_MAGIC = b"TENUMARK"
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tenure.store")
 
 _SCHEMA = """
 CREATE TABLE entries (

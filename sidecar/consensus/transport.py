@@ -57,7 +57,7 @@ _ADDRESSES_MAX = 4  # of one name, tried in one dial
 _LOG_INTERVAL_S = 10.0
 _SIGN_OF_LIFE = bytes(_LENGTH_BYTES)
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("tenure.transport")
 
 
 class TransportError(Exception):
@@ -131,6 +131,7 @@ class _Link:
         self.idle.set()
         self.hurry = asyncio.Event()
         self.seen = b""
+        self.life, self.life_before = b"", b""  # of the process that was in use last, and of the one before it
         self.failures = 0
 
 
@@ -685,10 +686,20 @@ class TcpPeerTransport:
         connection.use()
         link.current = connection
         link.seen = connection.nonce
+        self._look_for_a_double(link, connection.life)
         link.idle.clear()
         self.counters.connections += 1
         _log.info("connected to %s (%s)", link.peer, "dialled" if connection.dialed else "accepted")
         self._events.peer_connected(link.peer)
+
+    def _look_for_a_double(self, link: _Link, life: bytes) -> None:
+        """A process that comes back after another one had its place has not ended: two of them have one id."""
+        if life == link.life:
+            return
+        if life == link.life_before:
+            words = f"two processes run as node {link.peer}: stop the wrong one, each needs a node_id of its own"
+            self._warn("double", link.peer, words)
+        link.life, link.life_before = life, link.life
 
     def drop(self, connection: _Connection, reason: str, *, reset: bool) -> None:
         """End a connection. If it was in use, the node hears of it soon: not now, because this may be its own call."""

@@ -25,7 +25,7 @@ from sidecar.services.waiting import Running
 if TYPE_CHECKING:
     from sidecar.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tenure.services")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 # One operation of operations.Operations.

@@ -366,6 +366,19 @@ def test_a_newer_connection_replaces_the_older_and_the_older_is_dead(run: Run) -
     run(scenario())
 
 
+def test_two_processes_with_one_id_are_told_from_a_restart(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with transport() as (one, _):
+            lives = [os.urandom(16), os.urandom(16)]
+            for turn, said in ((0, 0), (1, 0), (0, 1)):
+                raw = await Raw.dial(one, life=lives[turn])
+                await raw.join()
+                assert caplog.text.count("two processes run as node n2") == said
+                await raw.close()
+
+    run(scenario())
+
+
 def test_nothing_that_arrived_in_one_piece_with_the_end_is_delivered_after_it(run: Run) -> None:
     """A node may drop a connection while it is handed frames of it: the rest of them is not delivered."""
 
