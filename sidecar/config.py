@@ -340,6 +340,11 @@ def effective(loaded: Loaded) -> list[Effective]:
     ]
 
 
+def shown_defaults() -> dict[str, str]:
+    """The default of every setting, as one would write it."""
+    return {name: shown(value) for name, value in Settings.model_construct().model_dump().items()}
+
+
 def shown(value: object) -> str:
     """A value as one would write it in the environment."""
     match value:

@@ -36,9 +36,11 @@ GUARD_TOLD_S = 0.25  # the guard learns of a renewal within this
 
 HELP = f"""Run a command while holding a lease, so that only one of all replicas runs it at a time.
 
-The command finds TENURE_FENCING_TOKEN and TENURE_LEASE in its environment. Should the lease be about to be lost,
-it gets SIGTERM, and SIGKILL in time before another holder can exist. Exit statuses: the command's own (128 + n when
-signal n ended it); {NOT_ACQUIRED} the lease was not acquired in time; {LOST} the lease was lost and the command ended;
+The command finds TENURE_FENCING_TOKEN and TENURE_LEASE in its environment. \
+Should the lease be about to be lost, it gets SIGTERM, and SIGKILL in time before another holder can exist.
+
+Exit statuses: the command's own (128 + n when signal n ended it); \
+{NOT_ACQUIRED} the lease was not acquired in time; {LOST} the lease was lost and the command ended; \
 {NOT_EXECUTABLE} and {NOT_FOUND} the command cannot be run or does not exist; 4 no sidecar, leader or majority.
 """
 
@@ -52,7 +54,8 @@ async def lock(
     capacity: Annotated[int, typer.Option("--capacity", min=1, help="How many may hold it at a time.")] = 1,
     priority: Annotated[int, typer.Option("--priority", help="Higher goes first in line; -100 to 100.")] = 0,
     ttl: Annotated[
-        float, typer.Option("--ttl", min=0.5, help="Seconds after which a lost machine's lease is given to another.")
+        float,
+        typer.Option("--ttl", min=0.5, max=3600, help="Seconds after which another gets a lost machine's lease."),
     ] = 15,
     grace: Annotated[
         float, typer.Option("--grace", min=0, help="Seconds between SIGTERM and SIGKILL when the lease is being lost.")
@@ -105,7 +108,7 @@ async def run_under_lease(
         if child is not None and child.status is not None and not child.told_to_end and child.status != KILLED:
             return child.status  # it had ended by itself; the lease was lost on the way out
         raise CliError(
-            f"{error}; the command was ended",
+            f"{error.message}; the command was ended",
             reason="LEASE_LOST",
             status=LOST,
             todo="it may have done part of its work",
@@ -114,7 +117,7 @@ async def run_under_lease(
 
 def not_acquired(error: tenure.LeaseHeld, wait: float) -> NoReturn:
     within = f" within {wait:g} s" if wait else ""
-    raise CliError(f"not acquired{within}: {error}", reason=error.reason, status=NOT_ACQUIRED) from error
+    raise CliError(f"not acquired{within}: {error.message}", reason=error.reason, status=NOT_ACQUIRED) from error
 
 
 class Child:

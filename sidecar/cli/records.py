@@ -36,7 +36,10 @@ class As(StrEnum):
 async def list_(
     target: Target,
     prefix: Annotated[str, typer.Argument(help="Only keys that start with this.")] = "",
-    state: Annotated[State | None, typer.Option("--state", help="Only records in this state.")] = None,
+    state: Annotated[
+        State | None,
+        typer.Option("--state", metavar="STATE", help=f"Only records in this state: {', '.join(State)}."),
+    ] = None,
     limit: Limit = 0,
 ) -> None:
     """List records, without their results."""
@@ -87,12 +90,19 @@ async def resolve(
     target: Target,
     key: Key,
     as_: Annotated[
-        As, typer.Option("--as", help="What became of it; 'retry' lets it run again, 'forget' frees the key.")
+        As,
+        typer.Option(
+            "--as",
+            metavar="OUTCOME",
+            help="What became of it: completed, failed, retry (it may run again) or forget (frees the key).",
+        ),
     ],
     attempt: Annotated[int, typer.Option("--attempt", help="The attempt you looked at, so that no later one is hit.")],
     reason: Reason,
     actor: Actor,
-    result: Annotated[str, typer.Option("--result", help="The result, for --as completed.")] = "",
+    result: Annotated[
+        str, typer.Option("--result", help="The result, for --as completed, as the agent stores it: mostly JSON.")
+    ] = "",
     error: Annotated[str, typer.Option("--error", help="The error, for --as failed.")] = "",
 ) -> None:
     """Settle a record whose outcome only a person can know."""

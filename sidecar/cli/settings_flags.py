@@ -18,15 +18,15 @@ file (node_id = "n1"). A flag wins over the environment, the environment over th
 
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
-    from sidecar.config import Settings, flag, shown
+    from sidecar.config import Settings, flag, shown_defaults
 
     made = argparse.ArgumentParser(
         prog=f"tenure {command}", usage="%(prog)s [FLAGS]", description=description, epilog=EPILOG, allow_abbrev=False
     )
     made.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with settings (TENURE_CONFIG)")
+    defaults = shown_defaults()
     for name, info in Settings.model_fields.items():
-        default = shown(info.get_default(call_default_factory=True))
-        text = f"{info.description} [{default}]".replace("%", "%%")
+        text = f"{info.description} [{defaults[name]}]".replace("%", "%%")
         if info.annotation is bool:
             made.add_argument(flag(name), action=argparse.BooleanOptionalAction, default=None, help=text)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from sidecar.cli import output
 from sidecar.cli.failures import REFUSED, USAGE, CliError
 from sidecar.cli.options import Json
 from sidecar.cli.settings_flags import PASS_ON, load_settings, parser
+
+if TYPE_CHECKING:
+    from sidecar.config import Settings
 
 config = typer.Typer(help="The settings of a sidecar.", no_args_is_help=True)
 
@@ -61,9 +64,23 @@ def check(context: typer.Context) -> None:
     loaded = load_settings(made, arguments)
     from sidecar.config import effective
 
+    check_certificates(loaded.settings)
     settings = effective(loaded)
     if "--json" in arguments:
         output.print_json({s.setting: {"value": s.value, "source": s.source} for s in settings})
         return
     output.print_table(("setting", "value", "from"), ((s.setting, s.value, s.source) for s in settings))
     print("\nno mistakes found")
+
+
+def check_certificates(settings: Settings) -> None:
+    """As the sidecar does at its start: they fit together, are valid now, and name this node of this cluster."""
+    from sidecar.certs import CertificateError, peer_contexts
+
+    certificate, key, authority = settings.peer_tls_cert, settings.peer_tls_key, settings.peer_tls_ca
+    if not (certificate and key and authority):
+        return
+    try:
+        peer_contexts(certificate, key, authority, cluster_id=settings.cluster_id, node_id=settings.node_id)
+    except CertificateError as error:
+        raise CliError(str(error), reason="CERTIFICATE", status=USAGE) from error

@@ -413,6 +413,8 @@ class Node:
         raft = self._raft
         if raft.leader() is None:
             if not raft.is_voter():
+                if raft.last_index() > 1:
+                    return "no leader is known, and this node has no vote until it has caught up with one"
                 hint = (
                     "waits for the other nodes" if self.settings.bootstrap else "start it with bootstrap to found one"
                 )

@@ -45,7 +45,7 @@ def box(title: str, content: RenderableType, lines: int) -> Layout:
 
 def nodes_table(facts: dict[str, Any], seen: Observed) -> Table:
     table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
-    for heading in ("node", "role", "term", "applied", "health", "links", "agent", "session"):
+    for heading in ("node", "role", "term", "applied", "health", "links", "agent", "ttl left"):
         table.add_column(heading, no_wrap=True)
     sessions = {session.info.agent: session for session in seen.sessions}
     running = {agent["name"]: agent["running"] for agent in facts["agents"]}
@@ -87,7 +87,7 @@ def work(facts: dict[str, Any]) -> RenderableType:
         Text.from_markup(f"{held}   {leader}   {facts['sessions']} sessions"),
         Text(progress(facts)),
         Text.from_markup(counts),
-        Text.from_markup("[dim]partial: left half-written by a holder that died, until the next one repairs it[/]"),
+        Text.from_markup("[dim]partial: half-written by a holder that died, until the next one repairs it[/]"),
     )
 
 

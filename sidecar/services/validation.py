@@ -47,7 +47,8 @@ def tenant(value: str, configured: Sequence[str]) -> str:
     if not _TENANT.fullmatch(value) or len(value) > commands.TENANT_BYTES_MAX:
         allowed = f"1 to {commands.TENANT_BYTES_MAX} characters out of a-z, A-Z, 0-9, '.', '_' and '-'"
         raise invalid(Problem.TENANT_INVALID, "tenant", value, allowed)
-    raise invalid(Problem.TENANT_NOT_FOUND, "tenant", value, "a tenant configured on this sidecar")
+    message = f"this sidecar has no tenant {value!r}; TENURE_TENANTS of the sidecar lists those it has"
+    raise problem(Problem.TENANT_NOT_FOUND, message, field="tenant", value=value)
 
 
 def lease_name(value: str, field: str = "name") -> str:

@@ -42,6 +42,7 @@ def test_there_is_a_flag_for_every_setting() -> None:
     shown = tenure("serve", "--help").stdout
     for name in Settings.model_fields:
         assert flag(name) in shown, name
+    assert "octal mode of the socket [0660]" in shown
 
 
 def test_every_wrong_setting_is_reported_at_once() -> None:
@@ -56,6 +57,7 @@ def test_an_unknown_flag_or_command_is_wrong_usage() -> None:
     assert tenure("serve", "--nonsense").returncode == 2
     assert tenure("nonsense").returncode == 2
     assert tenure("dev", "kill").returncode == 2
+    assert tenure("lock", "name", "--ttl", "100000", "--", "true").returncode == 2
     assert tenure("dev", "kill", "the", "second", "node").returncode == 2
 
 

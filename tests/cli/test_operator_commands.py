@@ -318,3 +318,14 @@ def test_certs_and_config(run: Run, tmp_path: Path) -> None:
     assert wrong.returncode == 2
     for text in ("--heartbeat-ms", "--peers", "node_id"):
         assert text in wrong.stderr
+    tls = (
+        "--peer-tls-cert",
+        f"{folder}/n2.pem",
+        "--peer-tls-key",
+        f"{folder}/n2.key",
+        "--peer-tls-ca",
+        f"{folder}/ca.pem",
+    )
+    anothers = run("config", "check", "--node-id", "n1", "--cluster-id", "c", "--peers", "n1=127.0.0.1:7070", *tls)
+    assert anothers.returncode == 2
+    assert "it names tenure://c/n2, but this is tenure://c/n1" in anothers.stderr
