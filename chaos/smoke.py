@@ -280,8 +280,10 @@ def show(outcome: Outcome, console: Console) -> None:
         table.add_row(step.name, step.done, seconds(step.leader_s), seconds(step.holder_s), str(step.documents))
     console.print(table)
     report = outcome.report
+    begun = report.postings - report.documents
+    more = f" ({begun} of them in a round that was not to be finished)" if begun > 0 else ""
     print(
-        f"{report.documents} documents expected, {report.postings} posted in {report.writes} writes under "
+        f"{report.documents} documents expected, {report.postings} posted{more} in {report.writes} writes under "
         f"{report.grants} grants; {report.refused} stale writes refused; {outcome.seconds:.0f} s"
     )
     for finding in report.findings:
