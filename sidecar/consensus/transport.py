@@ -32,6 +32,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import ipaddress
 import logging
 import os
@@ -529,7 +530,9 @@ class TcpPeerTransport:
                 await asyncio.sleep(self._rng.uniform(0.05, 0.1))
                 continue
             connection = self._admit(_Connection(self, None))
-            self._strangers[connection] = self._spawn(self._greet(connection, sock))
+            greeting = self._strangers[connection] = self._spawn(self._greet(connection, sock))
+            # Not in the task itself: one that is cancelled before its first step would leave the socket open.
+            greeting.add_done_callback(functools.partial(self._greeted, connection, sock))
             if len(self._strangers) > self.settings.strangers_max:
                 self.refuse(next(iter(self._strangers)), "crowded", "too many that do not introduce themselves")
 
@@ -545,11 +548,12 @@ class TcpPeerTransport:
             )
         except OSError as error:
             self.refuse(connection, "tls" if isinstance(error, ssl.SSLError) else "ended", f"no TLS session: {error}")
-        finally:
-            if connection.transport is None:
-                sock.close()
-                connection.kill()
-                self.forget(connection)
+
+    def _greeted(self, connection: _Connection, sock: socket.socket, _: asyncio.Task[None]) -> None:
+        if connection.transport is None:
+            sock.close()
+            connection.kill()
+            self.forget(connection)
 
     def _admit(self, connection: _Connection) -> _Connection:
         self._connections.add(connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
 import gc
 import os
 import resource
@@ -894,5 +895,22 @@ def test_running_out_of_descriptors_does_not_end_the_listening(run: Run, monkeyp
             await raw.join()
             await eventually(lambda: node.heard == [("connected", "n2")])
             await raw.close()
+
+    run(scenario())
+
+
+def test_a_connection_that_is_accepted_as_the_transport_stops_is_closed(run: Run) -> None:
+    async def scenario() -> None:
+        async with transport() as (one, _):
+            accepted, theirs = socket.socketpair()
+            connection = one._admit(module._Connection(one, None))
+            greeting = one._spawn(one._greet(connection, accepted))
+            greeting.add_done_callback(functools.partial(one._greeted, connection, accepted))
+            greeting.cancel()  # before its first step
+            await eventually(greeting.done)
+            await asyncio.sleep(0)
+            assert accepted.fileno() == -1
+            assert connection not in one._connections
+            theirs.close()
 
     run(scenario())
