@@ -13,6 +13,8 @@ from enum import IntEnum, unique
 
 import msgspec
 
+from sidecar.core.specification import JobSpec
+
 # ---- bounds (one place; services quote them in their errors) ------------------------------------------------
 
 TTL_MIN_MS, TTL_MAX_MS, TTL_DEFAULT_MS = 500, 3_600_000, 15_000
@@ -32,6 +34,15 @@ FINGERPRINT_BYTES_MAX = 64
 RESULT_BYTES_MAX = 65_536
 ERROR_BYTES_MAX = 4_096
 ACTOR_BYTES_MAX, REASON_BYTES_MAX = 128, 1_024
+APPLY_JOBS_MAX = 1_000
+SETTLEMENTS_MAX = 2_000
+# Of one settlement. Due times beyond it follow with the next one.
+DUE_MAX = 1_000
+BACKFILL_MAX = 1_000
+SERVED_JOBS_MAX, SLOTS_MAX = 1_000, 1_000
+DETAIL_BYTES_MAX = 4_096
+RETRY_AFTER_MAX_MS = 86_400_000
+SWITCH_EXPIRY_MIN_MS, SWITCH_EXPIRY_MAX_MS = 1_000, 31 * 86_400_000
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -56,6 +67,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     waiters_max: int = 200_000
     # Operations of one stream whose answers the client has not acknowledged.
     stream_requests_max: int = 10_000
+    jobs_max: int = 20_000
+    # Specifications of all kept revisions, and what their occurrences carry: payloads, checkpoints, results, errors.
+    job_bytes_max: int = 256 * 1024 * 1024
+    job_revisions_max: int = 20
+    # Of all jobs together, ended ones too. When it is reached, what becomes due is recorded as missed.
+    occurrences_max: int = 500_000
+    # The fleet never starts more runs than this in any second.
+    starts_per_second_max: int = 200
+    switches_max: int = 10_000
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
@@ -232,6 +252,217 @@ class ResolveRecord(_Command, frozen=True, tag=33):
     reason: str = ""
 
 
+# ---- jobs
+
+
+class JobDefinition(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    tenant: str
+    name: str
+    spec: JobSpec
+    # -1: whatever there is; 0: only if there is none; n: only if n is its revision.
+    expected_revision: int = -1
+
+
+class ApplyJobs(_Command, frozen=True, tag=40):
+    """All of them or none. One that is equal already is left as it is."""
+
+    jobs: tuple[JobDefinition, ...]
+    actor: str
+    reason: str = ""
+
+
+class DeleteJob(_Command, frozen=True, tag=41):
+    tenant: str
+    name: str
+    actor: str
+    reason: str
+
+
+class RollbackJob(_Command, frozen=True, tag=42):
+    """Makes the specification of a kept revision the newest revision."""
+
+    tenant: str
+    name: str
+    # 0: the one before the present one.
+    to_revision: int
+    actor: str
+    reason: str
+
+
+class Due(msgspec.Struct, frozen=True, array_like=True):
+    """An occurrence to create. Times are UTC wall milliseconds."""
+
+    due_ms: int
+    catch_up: bool = False
+
+
+class Missed(msgspec.Struct, frozen=True, array_like=True):
+    """Due times in a row that are not run, and why."""
+
+    first_due_ms: int
+    last_due_ms: int
+    count: int
+    reason: str
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What became of a job's due times in (settled_ms, through_ms], and which one is next.
+
+    Applied only if the job still has this revision and is settled through ``settled_ms``: so each due time is dealt
+    with once, however often the leader changes, or the proposal is repeated. ``next_due_ms`` 0: none any more.
+    """
+
+    tenant: str
+    name: str
+    revision: int
+    settled_ms: int
+    through_ms: int
+    next_due_ms: int
+    due: tuple[Due, ...] = ()
+    missed: tuple[Missed, ...] = ()
+
+
+class SettleDue(_Command, frozen=True, tag=43):
+    """The leader's: those that do not fit (any more) are passed over."""
+
+    settlements: tuple[Settlement, ...]
+
+
+class SetTzdata(_Command, frozen=True, tag=44):
+    """The time-zone rules by which the leader computes due times. A change lets it compute every next due time anew;
+    what is settled stays settled."""
+
+    version: str
+
+
+class TriggerJob(_Command, frozen=True, tag=45):
+    tenant: str
+    name: str
+    actor: str
+    reason: str
+    # None: the job's own.
+    payload: bytes | None = None
+
+
+class BackfillJob(_Command, frozen=True, tag=46):
+    """Due times of the past, computed by the schedule of ``revision``; refused when that is not the job's any more."""
+
+    tenant: str
+    name: str
+    revision: int
+    due_ms: tuple[int, ...]
+    actor: str
+    reason: str
+
+
+class ServeJobs(_Command, frozen=True, tag=50):
+    """What a session works for: names, or prefixes that end with ``*``. Replaces what it served before."""
+
+    tenant: str
+    session: str
+    jobs: tuple[str, ...]
+    slots: int
+
+
+class ClaimRun(_Command, frozen=True, tag=51):
+    """The next run of these jobs for a session that polls. It gets one although it has no slots."""
+
+    tenant: str
+    session: str
+    jobs: tuple[str, ...]
+
+
+class CheckpointRun(_Command, frozen=True, tag=52):
+    tenant: str
+    session: str
+    run: str
+    token: int
+    state: bytes
+
+
+class CompleteRun(_Command, frozen=True, tag=53):
+    tenant: str
+    session: str
+    run: str
+    token: int
+    result: bytes = b""
+
+
+class FailRun(_Command, frozen=True, tag=54):
+    tenant: str
+    session: str
+    run: str
+    token: int
+    error: str
+    retryable: bool
+    retry_after_ms: int = 0
+
+
+class AcknowledgeInterrupt(_Command, frozen=True, tag=55):
+    tenant: str
+    session: str
+    run: str
+    token: int
+    detail: str = ""
+
+
+class InterruptRun(_Command, frozen=True, tag=56):
+    tenant: str
+    run: str
+    actor: str
+    reason: str
+
+
+class OccurrenceResolution(IntEnum):
+    SUCCEEDED = 1
+    FAILED = 2
+    RETRY = 3
+
+
+class ResolveOccurrence(_Command, frozen=True, tag=57):
+    tenant: str
+    job: str
+    due_ms: int
+    sequence: int
+    attempt: int
+    resolution: OccurrenceResolution
+    actor: str
+    reason: str
+    result: bytes = b""
+    error: str = ""
+
+
+# ---- switches
+
+
+class SwitchMode(IntEnum):
+    """In order of strength."""
+
+    PAUSE = 1
+    DRAIN = 2
+    KILL = 3
+
+
+class SetSwitch(_Command, frozen=True, tag=60):
+    """Scope: the fleet when tenant and job are empty, a tenant when job is empty, else a job."""
+
+    mode: SwitchMode
+    actor: str
+    reason: str
+    tenant: str = ""
+    job: str = ""
+    # 0: until it is cleared.
+    expires_after_ms: int = 0
+
+
+class ClearSwitch(_Command, frozen=True, tag=61):
+    # Of the switch; empty for the fleet's.
+    tenant: str
+    switch: str
+    actor: str
+    reason: str
+
+
 Command = (
     Tick
     | SetLimits
@@ -248,6 +479,23 @@ Command = (
     | CompleteRecord
     | FailRecord
     | ResolveRecord
+    | ApplyJobs
+    | DeleteJob
+    | RollbackJob
+    | SettleDue
+    | SetTzdata
+    | TriggerJob
+    | BackfillJob
+    | ServeJobs
+    | ClaimRun
+    | CheckpointRun
+    | CompleteRun
+    | FailRun
+    | AcknowledgeInterrupt
+    | InterruptRun
+    | ResolveOccurrence
+    | SetSwitch
+    | ClearSwitch
 )
 
 
@@ -310,6 +558,22 @@ class Reason(IntEnum):
     RECORDS_FULL = 35
     RECORD_RESULT_MISMATCH = 36  # completed before with another result
     RECORD_OWNED_BY_OTHER = 37
+    JOB_NOT_FOUND = 40
+    JOB_REVISION_MISMATCH = 41  # expected another revision, or that there is none
+    JOB_REVISION_GONE = 42  # never was, or is no longer kept
+    JOBS_FULL = 43
+    JOB_BEHIND = 44  # due times of the present schedule are not settled yet: try again in a moment
+    OCCURRENCE_NOT_FOUND = 45
+    OCCURRENCE_NOT_HELD = 46  # only an occurrence whose outcome is unknown can be resolved
+    OCCURRENCES_FULL = 47
+    RUN_NOT_FOUND = 48  # never was, or has ended
+    RUN_STALE = 49  # the token is not the run's, or the run is another session's
+    RUN_INTERRUPTED = 50  # nothing but its end is accepted of an interrupted run
+    SWITCHED_OFF = 51  # a switch in force forbids it: pause, drain or kill
+    SWITCH_NOT_FOUND = 52
+    SWITCH_STALE = 53  # the switch has ended; another one may be in force
+    SWITCH_STRONGER = 54  # a stronger one is in force
+    SWITCHES_FULL = 55
 
 
 class _Result(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -399,6 +663,66 @@ class RecordCompleted(_Result, frozen=True, tag=31):
     revision: int
 
 
+@unique
+class JobChange(IntEnum):
+    CREATED = 1
+    CHANGED = 2
+    UNCHANGED = 3
+
+
+class AppliedJob(msgspec.Struct, frozen=True, array_like=True):
+    tenant: str
+    name: str
+    change: JobChange
+    revision: int
+
+
+class JobsApplied(_Result, frozen=True, tag=40):
+    jobs: tuple[AppliedJob, ...]
+    revision: int
+
+
+class JobRolledBack(_Result, frozen=True, tag=41):
+    from_revision: int
+    job_revision: int
+    revision: int
+
+
+class OccurrenceCreated(_Result, frozen=True, tag=42):
+    """Of a trigger. It may have been skipped at once, by the overlap policy: its state says so."""
+
+    due_ms: int
+    sequence: int
+    revision: int
+
+
+class Backfilled(_Result, frozen=True, tag=43):
+    """For each due time: the sequence of what was created, or 0 with why not (succeeded, running, pending)."""
+
+    due: tuple[tuple[int, int, str], ...]
+    revision: int
+
+
+class RunClaimed(_Result, frozen=True, tag=50):
+    """``run`` is empty when there is nothing to run."""
+
+    run: str
+    token: int
+    revision: int
+
+
+class RunFailed(_Result, frozen=True, tag=51):
+    retrying: bool
+    retry_in_ms: int
+    revision: int
+
+
+class SwitchIsSet(_Result, frozen=True, tag=60):
+    switch: str
+    replaced: str
+    revision: int
+
+
 Result = (
     Done
     | Refused
@@ -410,4 +734,11 @@ Result = (
     | LeaseTransferred
     | RecordBegun
     | RecordCompleted
+    | JobsApplied
+    | JobRolledBack
+    | OccurrenceCreated
+    | Backfilled
+    | RunClaimed
+    | RunFailed
+    | SwitchIsSet
 )

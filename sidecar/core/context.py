@@ -43,6 +43,10 @@ class Context:
         cause: str = "",
         actor: str = "",
         reason: str = "",
+        due_ms: int = 0,
+        sequence: int = 0,
+        run: str = "",
+        count: int = 0,
     ) -> int:
         """Adds the event to the change stream and returns its revision."""
         self.revision += 1
@@ -60,6 +64,10 @@ class Context:
             cause=cause,
             actor=actor,
             reason=reason,
+            due_ms=due_ms,
+            sequence=sequence,
+            run=run,
+            count=count,
         )
         self._events.append(event)
         self._fresh.append(event)

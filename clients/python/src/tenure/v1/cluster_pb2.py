@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from tenure.v1 import lease_pb2 as tenure_dot_v1_dot_lease__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tenure/v1/cluster.proto\x12\ttenure.v1\x1a\x15tenure/v1/lease.proto\"o\n\nPeerStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x13\n\x0bmatch_index\x18\x04 \x01(\x03\x12\x17\n\x0flast_contact_ms\x18\x05 \x01(\x03\"\x12\n\x10GetStatusRequest\"\xe8\x03\n\x11GetStatusResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.tenure.v1.NodeRole\x12\x11\n\tleader_id\x18\x04 \x01(\t\x12\x0c\n\x04term\x18\x05 \x01(\x03\x12\x14\n\x0c\x63ommit_index\x18\x06 \x01(\x03\x12\x15\n\rapplied_index\x18\x07 \x01(\x03\x12\x12\n\nlast_index\x18\x08 \x01(\x03\x12\x13\n\x0b\x66irst_index\x18\t \x01(\x03\x12\x16\n\x0esnapshot_index\x18\n \x01(\x03\x12\r\n\x05ready\x18\x0b \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x0c \x01(\t\x12\r\n\x05voter\x18\r \x01(\x08\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12$\n\x05peers\x18\x0f \x03(\x0b\x32\x15.tenure.v1.PeerStatus\x12\x10\n\x08sessions\x18\x10 \x01(\x03\x12\x0e\n\x06leases\x18\x11 \x01(\x03\x12\x0f\n\x07records\x18\x12 \x01(\x03\x12\x10\n\x08revision\x18\x13 \x01(\x03\x12\x12\n\ncluster_ms\x18\x14 \x01(\x03\x12\x0f\n\x07wall_ms\x18\x15 \x01(\x03\x12\x0f\n\x07version\x18\x16 \x01(\t\x12\x11\n\tuptime_ms\x18\x17 \x01(\x03\"/\n\x19TransferLeadershipRequest\x12\x12\n\nto_node_id\x18\x01 \x01(\t\"=\n\x1aTransferLeadershipResponse\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\"\x15\n\x13TakeSnapshotRequest\"B\n\x14TakeSnapshotResponse\x12\x16\n\x0esnapshot_index\x18\x01 \x01(\x03\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\x12\n\x10GetDigestRequest\"F\n\x11GetDigestResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12!\n\x04read\x18\x02 \x01(\x0b\x32\x13.tenure.v1.ReadInfo*l\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12NODE_ROLE_FOLLOWER\x10\x01\x12\x17\n\x13NODE_ROLE_CANDIDATE\x10\x02\x12\x14\n\x10NODE_ROLE_LEADER\x10\x03\x32\xd4\x02\n\x0e\x43lusterService\x12\x46\n\tGetStatus\x12\x1b.tenure.v1.GetStatusRequest\x1a\x1c.tenure.v1.GetStatusResponse\x12\x61\n\x12TransferLeadership\x12$.tenure.v1.TransferLeadershipRequest\x1a%.tenure.v1.TransferLeadershipResponse\x12O\n\x0cTakeSnapshot\x12\x1e.tenure.v1.TakeSnapshotRequest\x1a\x1f.tenure.v1.TakeSnapshotResponse\x12\x46\n\tGetDigest\x12\x1b.tenure.v1.GetDigestRequest\x1a\x1c.tenure.v1.GetDigestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tenure/v1/cluster.proto\x12\ttenure.v1\x1a\x15tenure/v1/lease.proto\"o\n\nPeerStatus\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x13\n\x0bmatch_index\x18\x04 \x01(\x03\x12\x17\n\x0flast_contact_ms\x18\x05 \x01(\x03\"\x12\n\x10GetStatusRequest\"\xc0\x05\n\x11GetStatusResponse\x12\x12\n\ncluster_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.tenure.v1.NodeRole\x12\x11\n\tleader_id\x18\x04 \x01(\t\x12\x0c\n\x04term\x18\x05 \x01(\x03\x12\x14\n\x0c\x63ommit_index\x18\x06 \x01(\x03\x12\x15\n\rapplied_index\x18\x07 \x01(\x03\x12\x12\n\nlast_index\x18\x08 \x01(\x03\x12\x13\n\x0b\x66irst_index\x18\t \x01(\x03\x12\x16\n\x0esnapshot_index\x18\n \x01(\x03\x12\r\n\x05ready\x18\x0b \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x0c \x01(\t\x12\r\n\x05voter\x18\r \x01(\x08\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12$\n\x05peers\x18\x0f \x03(\x0b\x32\x15.tenure.v1.PeerStatus\x12\x10\n\x08sessions\x18\x10 \x01(\x03\x12\x0e\n\x06leases\x18\x11 \x01(\x03\x12\x0f\n\x07records\x18\x12 \x01(\x03\x12\x10\n\x08revision\x18\x13 \x01(\x03\x12\x12\n\ncluster_ms\x18\x14 \x01(\x03\x12\x0f\n\x07wall_ms\x18\x15 \x01(\x03\x12\x0f\n\x07version\x18\x16 \x01(\t\x12\x11\n\tuptime_ms\x18\x17 \x01(\x03\x12\x0c\n\x04jobs\x18\x18 \x01(\x03\x12\x0c\n\x04runs\x18\x19 \x01(\x03\x12\x13\n\x0boccurrences\x18\x1a \x01(\x03\x12\x10\n\x08switches\x18\x1b \x01(\x03\x12\x12\n\nkill_epoch\x18\x1c \x01(\x03\x12\x16\n\x0etzdata_version\x18\x1d \x01(\t\x12\x1e\n\x16\x63luster_tzdata_version\x18\x1e \x01(\t\x12\x17\n\x0fschedule_lag_ms\x18\x1f \x01(\x03\x12\x1c\n\x14schedule_held_reason\x18  \x01(\t\x12\x10\n\x08warnings\x18! \x03(\t\"/\n\x19TransferLeadershipRequest\x12\x12\n\nto_node_id\x18\x01 \x01(\t\"=\n\x1aTransferLeadershipResponse\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x03\"\x15\n\x13TakeSnapshotRequest\"B\n\x14TakeSnapshotResponse\x12\x16\n\x0esnapshot_index\x18\x01 \x01(\x03\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\x12\n\x10GetDigestRequest\"F\n\x11GetDigestResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12!\n\x04read\x18\x02 \x01(\x0b\x32\x13.tenure.v1.ReadInfo*l\n\x08NodeRole\x12\x19\n\x15NODE_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12NODE_ROLE_FOLLOWER\x10\x01\x12\x17\n\x13NODE_ROLE_CANDIDATE\x10\x02\x12\x14\n\x10NODE_ROLE_LEADER\x10\x03\x32\xd4\x02\n\x0e\x43lusterService\x12\x46\n\tGetStatus\x12\x1b.tenure.v1.GetStatusRequest\x1a\x1c.tenure.v1.GetStatusResponse\x12\x61\n\x12TransferLeadership\x12$.tenure.v1.TransferLeadershipRequest\x1a%.tenure.v1.TransferLeadershipResponse\x12O\n\x0cTakeSnapshot\x12\x1e.tenure.v1.TakeSnapshotRequest\x1a\x1f.tenure.v1.TakeSnapshotResponse\x12\x46\n\tGetDigest\x12\x1b.tenure.v1.GetDigestRequest\x1a\x1c.tenure.v1.GetDigestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tenure.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEROLE']._serialized_start=980
-  _globals['_NODEROLE']._serialized_end=1088
+  _globals['_NODEROLE']._serialized_start=1196
+  _globals['_NODEROLE']._serialized_end=1304
   _globals['_PEERSTATUS']._serialized_start=61
   _globals['_PEERSTATUS']._serialized_end=172
   _globals['_GETSTATUSREQUEST']._serialized_start=174
   _globals['_GETSTATUSREQUEST']._serialized_end=192
   _globals['_GETSTATUSRESPONSE']._serialized_start=195
-  _globals['_GETSTATUSRESPONSE']._serialized_end=683
-  _globals['_TRANSFERLEADERSHIPREQUEST']._serialized_start=685
-  _globals['_TRANSFERLEADERSHIPREQUEST']._serialized_end=732
-  _globals['_TRANSFERLEADERSHIPRESPONSE']._serialized_start=734
-  _globals['_TRANSFERLEADERSHIPRESPONSE']._serialized_end=795
-  _globals['_TAKESNAPSHOTREQUEST']._serialized_start=797
-  _globals['_TAKESNAPSHOTREQUEST']._serialized_end=818
-  _globals['_TAKESNAPSHOTRESPONSE']._serialized_start=820
-  _globals['_TAKESNAPSHOTRESPONSE']._serialized_end=886
-  _globals['_GETDIGESTREQUEST']._serialized_start=888
-  _globals['_GETDIGESTREQUEST']._serialized_end=906
-  _globals['_GETDIGESTRESPONSE']._serialized_start=908
-  _globals['_GETDIGESTRESPONSE']._serialized_end=978
-  _globals['_CLUSTERSERVICE']._serialized_start=1091
-  _globals['_CLUSTERSERVICE']._serialized_end=1431
+  _globals['_GETSTATUSRESPONSE']._serialized_end=899
+  _globals['_TRANSFERLEADERSHIPREQUEST']._serialized_start=901
+  _globals['_TRANSFERLEADERSHIPREQUEST']._serialized_end=948
+  _globals['_TRANSFERLEADERSHIPRESPONSE']._serialized_start=950
+  _globals['_TRANSFERLEADERSHIPRESPONSE']._serialized_end=1011
+  _globals['_TAKESNAPSHOTREQUEST']._serialized_start=1013
+  _globals['_TAKESNAPSHOTREQUEST']._serialized_end=1034
+  _globals['_TAKESNAPSHOTRESPONSE']._serialized_start=1036
+  _globals['_TAKESNAPSHOTRESPONSE']._serialized_end=1102
+  _globals['_GETDIGESTREQUEST']._serialized_start=1104
+  _globals['_GETDIGESTREQUEST']._serialized_end=1122
+  _globals['_GETDIGESTRESPONSE']._serialized_start=1124
+  _globals['_GETDIGESTRESPONSE']._serialized_end=1194
+  _globals['_CLUSTERSERVICE']._serialized_start=1307
+  _globals['_CLUSTERSERVICE']._serialized_end=1647
 # @@protoc_insertion_point(module_scope)

@@ -113,6 +113,16 @@ class GetStatusResponse(_message.Message):
     WALL_MS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     UPTIME_MS_FIELD_NUMBER: _builtins.int
+    JOBS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    OCCURRENCES_FIELD_NUMBER: _builtins.int
+    SWITCHES_FIELD_NUMBER: _builtins.int
+    KILL_EPOCH_FIELD_NUMBER: _builtins.int
+    TZDATA_VERSION_FIELD_NUMBER: _builtins.int
+    CLUSTER_TZDATA_VERSION_FIELD_NUMBER: _builtins.int
+    SCHEDULE_LAG_MS_FIELD_NUMBER: _builtins.int
+    SCHEDULE_HELD_REASON_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     cluster_id: _builtins.str
     node_id: _builtins.str
     role: Global___NodeRole.ValueType
@@ -137,8 +147,24 @@ class GetStatusResponse(_message.Message):
     wall_ms: _builtins.int
     version: _builtins.str
     uptime_ms: _builtins.int
+    jobs: _builtins.int
+    runs: _builtins.int
+    occurrences: _builtins.int
+    switches: _builtins.int
+    """Switches in force, and the kill epoch."""
+    kill_epoch: _builtins.int
+    tzdata_version: _builtins.str
+    """The time-zone rules of this node, and those by which the cluster's due times are computed."""
+    cluster_tzdata_version: _builtins.str
+    schedule_lag_ms: _builtins.int
+    """Only on the leader: how late the most overdue schedule is, in milliseconds, and why schedules are held back; empty: they are not."""
+    schedule_held_reason: _builtins.str
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerStatus]: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Things an operator should know of: other zone rules, flags older than 30 days, clocks that differ."""
+
     def __init__(
         self,
         *,
@@ -165,10 +191,20 @@ class GetStatusResponse(_message.Message):
         wall_ms: _builtins.int = ...,
         version: _builtins.str = ...,
         uptime_ms: _builtins.int = ...,
+        jobs: _builtins.int = ...,
+        runs: _builtins.int = ...,
+        occurrences: _builtins.int = ...,
+        switches: _builtins.int = ...,
+        kill_epoch: _builtins.int = ...,
+        tzdata_version: _builtins.str = ...,
+        cluster_tzdata_version: _builtins.str = ...,
+        schedule_lag_ms: _builtins.int = ...,
+        schedule_held_reason: _builtins.str = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_index", b"applied_index", "cluster_id", b"cluster_id", "cluster_ms", b"cluster_ms", "commit_index", b"commit_index", "draining", b"draining", "first_index", b"first_index", "last_index", b"last_index", "leader_id", b"leader_id", "leases", b"leases", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "peers", b"peers", "ready", b"ready", "records", b"records", "revision", b"revision", "role", b"role", "sessions", b"sessions", "snapshot_index", b"snapshot_index", "term", b"term", "uptime_ms", b"uptime_ms", "version", b"version", "voter", b"voter", "wall_ms", b"wall_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_index", b"applied_index", "cluster_id", b"cluster_id", "cluster_ms", b"cluster_ms", "cluster_tzdata_version", b"cluster_tzdata_version", "commit_index", b"commit_index", "draining", b"draining", "first_index", b"first_index", "jobs", b"jobs", "kill_epoch", b"kill_epoch", "last_index", b"last_index", "leader_id", b"leader_id", "leases", b"leases", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "occurrences", b"occurrences", "peers", b"peers", "ready", b"ready", "records", b"records", "revision", b"revision", "role", b"role", "runs", b"runs", "schedule_held_reason", b"schedule_held_reason", "schedule_lag_ms", b"schedule_lag_ms", "sessions", b"sessions", "snapshot_index", b"snapshot_index", "switches", b"switches", "term", b"term", "tzdata_version", b"tzdata_version", "uptime_ms", b"uptime_ms", "version", b"version", "voter", b"voter", "wall_ms", b"wall_ms", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

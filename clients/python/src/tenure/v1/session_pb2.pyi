@@ -9,7 +9,9 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from tenure.v1 import dedup_pb2 as _dedup_pb2
 from tenure.v1 import error_pb2 as _error_pb2
+from tenure.v1 import job_pb2 as _job_pb2
 from tenure.v1 import lease_pb2 as _lease_pb2
+from tenure.v1 import switch_pb2 as _switch_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -471,6 +473,14 @@ class Operation(_message.Message):
     FAIL_RECORD_FIELD_NUMBER: _builtins.int
     GET_RECORD_FIELD_NUMBER: _builtins.int
     CLOSE_SESSION_FIELD_NUMBER: _builtins.int
+    SERVE_JOBS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_RUN_FIELD_NUMBER: _builtins.int
+    COMPLETE_RUN_FIELD_NUMBER: _builtins.int
+    FAIL_RUN_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGE_INTERRUPT_FIELD_NUMBER: _builtins.int
+    APPLY_JOBS_FIELD_NUMBER: _builtins.int
+    TRIGGER_JOB_FIELD_NUMBER: _builtins.int
+    GET_JOB_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Chosen by the client, unique within its session and increasing from 1. Repeating an id with the same body returns
     the first outcome; the session and the id take the place of request_id, and `session_id` and `tenant` in the body
@@ -498,6 +508,22 @@ class Operation(_message.Message):
     def get_record(self) -> _dedup_pb2.GetRecordRequest: ...
     @_builtins.property
     def close_session(self) -> Global___CloseSessionRequest: ...
+    @_builtins.property
+    def serve_jobs(self) -> _job_pb2.ServeJobsRequest: ...
+    @_builtins.property
+    def checkpoint_run(self) -> _job_pb2.CheckpointRunRequest: ...
+    @_builtins.property
+    def complete_run(self) -> _job_pb2.CompleteRunRequest: ...
+    @_builtins.property
+    def fail_run(self) -> _job_pb2.FailRunRequest: ...
+    @_builtins.property
+    def acknowledge_interrupt(self) -> _job_pb2.AcknowledgeInterruptRequest: ...
+    @_builtins.property
+    def apply_jobs(self) -> _job_pb2.ApplyJobsRequest: ...
+    @_builtins.property
+    def trigger_job(self) -> _job_pb2.TriggerJobRequest: ...
+    @_builtins.property
+    def get_job(self) -> _job_pb2.GetJobRequest: ...
     def __init__(
         self,
         *,
@@ -513,12 +539,20 @@ class Operation(_message.Message):
         fail_record: _dedup_pb2.FailRecordRequest | None = ...,
         get_record: _dedup_pb2.GetRecordRequest | None = ...,
         close_session: Global___CloseSessionRequest | None = ...,
+        serve_jobs: _job_pb2.ServeJobsRequest | None = ...,
+        checkpoint_run: _job_pb2.CheckpointRunRequest | None = ...,
+        complete_run: _job_pb2.CompleteRunRequest | None = ...,
+        fail_run: _job_pb2.FailRunRequest | None = ...,
+        acknowledge_interrupt: _job_pb2.AcknowledgeInterruptRequest | None = ...,
+        apply_jobs: _job_pb2.ApplyJobsRequest | None = ...,
+        trigger_job: _job_pb2.TriggerJobRequest | None = ...,
+        get_job: _job_pb2.GetJobRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "begin_record", b"begin_record", "body", b"body", "check_lease", b"check_lease", "close_session", b"close_session", "complete_record", b"complete_record", "fail_record", b"fail_record", "get_lease", b"get_lease", "get_record", b"get_record", "release_lease", b"release_lease", "transfer_lease", b"transfer_lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge_interrupt", b"acknowledge_interrupt", "acquire_lease", b"acquire_lease", "apply_jobs", b"apply_jobs", "begin_record", b"begin_record", "body", b"body", "check_lease", b"check_lease", "checkpoint_run", b"checkpoint_run", "close_session", b"close_session", "complete_record", b"complete_record", "complete_run", b"complete_run", "fail_record", b"fail_record", "fail_run", b"fail_run", "get_job", b"get_job", "get_lease", b"get_lease", "get_record", b"get_record", "release_lease", b"release_lease", "serve_jobs", b"serve_jobs", "transfer_lease", b"transfer_lease", "trigger_job", b"trigger_job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "begin_record", b"begin_record", "body", b"body", "check_lease", b"check_lease", "close_session", b"close_session", "complete_record", b"complete_record", "fail_record", b"fail_record", "get_lease", b"get_lease", "get_record", b"get_record", "id", b"id", "release_lease", b"release_lease", "timeout_ms", b"timeout_ms", "transfer_lease", b"transfer_lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge_interrupt", b"acknowledge_interrupt", "acquire_lease", b"acquire_lease", "apply_jobs", b"apply_jobs", "begin_record", b"begin_record", "body", b"body", "check_lease", b"check_lease", "checkpoint_run", b"checkpoint_run", "close_session", b"close_session", "complete_record", b"complete_record", "complete_run", b"complete_run", "fail_record", b"fail_record", "fail_run", b"fail_run", "get_job", b"get_job", "get_lease", b"get_lease", "get_record", b"get_record", "id", b"id", "release_lease", b"release_lease", "serve_jobs", b"serve_jobs", "timeout_ms", b"timeout_ms", "transfer_lease", b"transfer_lease", "trigger_job", b"trigger_job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "transfer_lease", "check_lease", "get_lease", "begin_record", "complete_record", "fail_record", "get_record", "close_session"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["acquire_lease", "release_lease", "transfer_lease", "check_lease", "get_lease", "begin_record", "complete_record", "fail_record", "get_record", "close_session", "serve_jobs", "checkpoint_run", "complete_run", "fail_run", "acknowledge_interrupt", "apply_jobs", "trigger_job", "get_job"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -586,6 +620,8 @@ class Attached(_message.Message):
     RESUMED_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     HELD_COMPLETE_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    SWITCHES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     resumed: _builtins.bool
     """Whether an existing session was resumed."""
@@ -599,6 +635,14 @@ class Attached(_message.Message):
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseGranted]:
         """What the session holds now, by name: what an agent thinks it holds and is not here was lost while it had no stream."""
 
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Run]:
+        """The session's runs: those its holder does not know yet were assigned while it had no stream, and begin now; a run that its
+        holder knows and is not here was lost.
+        """
+
+    @_builtins.property
+    def switches(self) -> Global___SwitchesChanged: ...
     def __init__(
         self,
         *,
@@ -607,10 +651,12 @@ class Attached(_message.Message):
         resumed: _builtins.bool = ...,
         held: _abc.Iterable[Global___LeaseGranted] | None = ...,
         held_complete: _builtins.bool = ...,
+        runs: _abc.Iterable[_job_pb2.Run] | None = ...,
+        switches: Global___SwitchesChanged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "switches", b"switches"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "held_complete", b"held_complete", "node_id", b"node_id", "resumed", b"resumed", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "held_complete", b"held_complete", "node_id", b"node_id", "resumed", b"resumed", "runs", b"runs", "session", b"session", "switches", b"switches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -655,6 +701,14 @@ class OperationResult(_message.Message):
     FAIL_RECORD_FIELD_NUMBER: _builtins.int
     GET_RECORD_FIELD_NUMBER: _builtins.int
     CLOSE_SESSION_FIELD_NUMBER: _builtins.int
+    SERVE_JOBS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_RUN_FIELD_NUMBER: _builtins.int
+    COMPLETE_RUN_FIELD_NUMBER: _builtins.int
+    FAIL_RUN_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGE_INTERRUPT_FIELD_NUMBER: _builtins.int
+    APPLY_JOBS_FIELD_NUMBER: _builtins.int
+    TRIGGER_JOB_FIELD_NUMBER: _builtins.int
+    GET_JOB_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     @_builtins.property
     def error(self) -> _error_pb2.OperationError: ...
@@ -678,6 +732,22 @@ class OperationResult(_message.Message):
     def get_record(self) -> _dedup_pb2.GetRecordResponse: ...
     @_builtins.property
     def close_session(self) -> Global___CloseSessionResponse: ...
+    @_builtins.property
+    def serve_jobs(self) -> _job_pb2.ServeJobsResponse: ...
+    @_builtins.property
+    def checkpoint_run(self) -> _job_pb2.CheckpointRunResponse: ...
+    @_builtins.property
+    def complete_run(self) -> _job_pb2.CompleteRunResponse: ...
+    @_builtins.property
+    def fail_run(self) -> _job_pb2.FailRunResponse: ...
+    @_builtins.property
+    def acknowledge_interrupt(self) -> _job_pb2.AcknowledgeInterruptResponse: ...
+    @_builtins.property
+    def apply_jobs(self) -> _job_pb2.ApplyJobsResponse: ...
+    @_builtins.property
+    def trigger_job(self) -> _job_pb2.TriggerJobResponse: ...
+    @_builtins.property
+    def get_job(self) -> _job_pb2.GetJobResponse: ...
     def __init__(
         self,
         *,
@@ -693,12 +763,20 @@ class OperationResult(_message.Message):
         fail_record: _dedup_pb2.FailRecordResponse | None = ...,
         get_record: _dedup_pb2.GetRecordResponse | None = ...,
         close_session: Global___CloseSessionResponse | None = ...,
+        serve_jobs: _job_pb2.ServeJobsResponse | None = ...,
+        checkpoint_run: _job_pb2.CheckpointRunResponse | None = ...,
+        complete_run: _job_pb2.CompleteRunResponse | None = ...,
+        fail_run: _job_pb2.FailRunResponse | None = ...,
+        acknowledge_interrupt: _job_pb2.AcknowledgeInterruptResponse | None = ...,
+        apply_jobs: _job_pb2.ApplyJobsResponse | None = ...,
+        trigger_job: _job_pb2.TriggerJobResponse | None = ...,
+        get_job: _job_pb2.GetJobResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "begin_record", b"begin_record", "check_lease", b"check_lease", "close_session", b"close_session", "complete_record", b"complete_record", "error", b"error", "fail_record", b"fail_record", "get_lease", b"get_lease", "get_record", b"get_record", "outcome", b"outcome", "release_lease", b"release_lease", "transfer_lease", b"transfer_lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge_interrupt", b"acknowledge_interrupt", "acquire_lease", b"acquire_lease", "apply_jobs", b"apply_jobs", "begin_record", b"begin_record", "check_lease", b"check_lease", "checkpoint_run", b"checkpoint_run", "close_session", b"close_session", "complete_record", b"complete_record", "complete_run", b"complete_run", "error", b"error", "fail_record", b"fail_record", "fail_run", b"fail_run", "get_job", b"get_job", "get_lease", b"get_lease", "get_record", b"get_record", "outcome", b"outcome", "release_lease", b"release_lease", "serve_jobs", b"serve_jobs", "transfer_lease", b"transfer_lease", "trigger_job", b"trigger_job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acquire_lease", b"acquire_lease", "begin_record", b"begin_record", "check_lease", b"check_lease", "close_session", b"close_session", "complete_record", b"complete_record", "error", b"error", "fail_record", b"fail_record", "get_lease", b"get_lease", "get_record", b"get_record", "id", b"id", "outcome", b"outcome", "release_lease", b"release_lease", "transfer_lease", b"transfer_lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge_interrupt", b"acknowledge_interrupt", "acquire_lease", b"acquire_lease", "apply_jobs", b"apply_jobs", "begin_record", b"begin_record", "check_lease", b"check_lease", "checkpoint_run", b"checkpoint_run", "close_session", b"close_session", "complete_record", b"complete_record", "complete_run", b"complete_run", "error", b"error", "fail_record", b"fail_record", "fail_run", b"fail_run", "get_job", b"get_job", "get_lease", b"get_lease", "get_record", b"get_record", "id", b"id", "outcome", b"outcome", "release_lease", b"release_lease", "serve_jobs", b"serve_jobs", "transfer_lease", b"transfer_lease", "trigger_job", b"trigger_job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["error", "acquire_lease", "release_lease", "transfer_lease", "check_lease", "get_lease", "begin_record", "complete_record", "fail_record", "get_record", "close_session"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["error", "acquire_lease", "release_lease", "transfer_lease", "check_lease", "get_lease", "begin_record", "complete_record", "fail_record", "get_record", "close_session", "serve_jobs", "checkpoint_run", "complete_run", "fail_run", "acknowledge_interrupt", "apply_jobs", "trigger_job", "get_job"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
@@ -716,6 +794,10 @@ class Push(_message.Message):
     LEASE_LOST_FIELD_NUMBER: _builtins.int
     SESSION_LOST_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    RUN_ASSIGNED_FIELD_NUMBER: _builtins.int
+    RUN_INTERRUPTED_FIELD_NUMBER: _builtins.int
+    RUN_LOST_FIELD_NUMBER: _builtins.int
+    SWITCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def granted(self) -> Global___LeaseGranted: ...
     @_builtins.property
@@ -728,6 +810,14 @@ class Push(_message.Message):
     def session_lost(self) -> Global___SessionLost: ...
     @_builtins.property
     def draining(self) -> Global___NodeDraining: ...
+    @_builtins.property
+    def run_assigned(self) -> Global___RunAssigned: ...
+    @_builtins.property
+    def run_interrupted(self) -> Global___RunInterrupted: ...
+    @_builtins.property
+    def run_lost(self) -> Global___RunLost: ...
+    @_builtins.property
+    def switches(self) -> Global___SwitchesChanged: ...
     def __init__(
         self,
         *,
@@ -737,16 +827,128 @@ class Push(_message.Message):
         lease_lost: Global___LeaseLost | None = ...,
         session_lost: Global___SessionLost | None = ...,
         draining: Global___NodeDraining | None = ...,
+        run_assigned: Global___RunAssigned | None = ...,
+        run_interrupted: Global___RunInterrupted | None = ...,
+        run_lost: Global___RunLost | None = ...,
+        switches: Global___SwitchesChanged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "granted", b"granted", "jeopardy", b"jeopardy", "kind", b"kind", "lease_lost", b"lease_lost", "safe", b"safe", "session_lost", b"session_lost"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "granted", b"granted", "jeopardy", b"jeopardy", "kind", b"kind", "lease_lost", b"lease_lost", "run_assigned", b"run_assigned", "run_interrupted", b"run_interrupted", "run_lost", b"run_lost", "safe", b"safe", "session_lost", b"session_lost", "switches", b"switches"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "granted", b"granted", "jeopardy", b"jeopardy", "kind", b"kind", "lease_lost", b"lease_lost", "safe", b"safe", "session_lost", b"session_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "granted", b"granted", "jeopardy", b"jeopardy", "kind", b"kind", "lease_lost", b"lease_lost", "run_assigned", b"run_assigned", "run_interrupted", b"run_interrupted", "run_lost", b"run_lost", "safe", b"safe", "session_lost", b"session_lost", "switches", b"switches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["granted", "jeopardy", "safe", "lease_lost", "session_lost", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["granted", "jeopardy", "safe", "lease_lost", "session_lost", "draining", "run_assigned", "run_interrupted", "run_lost", "switches"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___Push: _TypeAlias = Push  # noqa: Y015
+
+@_typing.final
+class RunAssigned(_message.Message):
+    """The session was given a run. Its deadline counts from when the holder receives this."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def run(self) -> _job_pb2.Run: ...
+    def __init__(
+        self,
+        *,
+        run: _job_pb2.Run | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunAssigned: _TypeAlias = RunAssigned  # noqa: Y015
+
+@_typing.final
+class RunInterrupted(_message.Message):
+    """The holder must stop the work of a run, and acknowledge, within `grace_ms`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SWITCH_ID_FIELD_NUMBER: _builtins.int
+    GRACE_MS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    cause: _builtins.str
+    """killed, timeout, operator, overlap or job_deleted."""
+    reason: _builtins.str
+    switch_id: _builtins.str
+    grace_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        switch_id: _builtins.str = ...,
+        grace_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "grace_ms", b"grace_ms", "reason", b"reason", "run_id", b"run_id", "switch_id", b"switch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunInterrupted: _TypeAlias = RunInterrupted  # noqa: Y015
+
+@_typing.final
+class RunLost(_message.Message):
+    """The run is no longer this session's: nothing that its holder reports is accepted any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    cause: _builtins.str
+    """timeout, interrupted or operator."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunLost: _TypeAlias = RunLost  # noqa: Y015
+
+@_typing.final
+class SwitchesChanged(_message.Message):
+    """The switches in force that concern the session's tenant: the fleet's, the tenant's, and those of its jobs. Sent when the stream
+    attaches and at every change. The state they describe is confirmed by each keepalive that is acknowledged.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SWITCHES_FIELD_NUMBER: _builtins.int
+    KILL_EPOCH_FIELD_NUMBER: _builtins.int
+    kill_epoch: _builtins.int
+    @_builtins.property
+    def switches(self) -> _containers.RepeatedCompositeFieldContainer[_switch_pb2.Switch]: ...
+    def __init__(
+        self,
+        *,
+        switches: _abc.Iterable[_switch_pb2.Switch] | None = ...,
+        kill_epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kill_epoch", b"kill_epoch", "switches", b"switches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwitchesChanged: _TypeAlias = SwitchesChanged  # noqa: Y015
 
 @_typing.final
 class LeaseGranted(_message.Message):
@@ -822,7 +1024,9 @@ class LeaseLost(_message.Message):
     name: _builtins.str
     token: _builtins.int
     cause: _builtins.str
-    """released, transferred, operator or session_ended."""
+    """released, transferred, operator, session_ended, or killed: a switch ended the right to act; the place stays taken until the
+    holder releases it.
+    """
     current_token: _builtins.int
     def __init__(
         self,

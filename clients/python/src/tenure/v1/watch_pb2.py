@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tenure/v1/watch.proto\x12\ttenure.v1\"\xe5\x01\n\x05\x45vent\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.tenure.v1.EventKind\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x12\n\nsession_id\x18\x05 \x01(\t\x12\r\n\x05token\x18\x06 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x05\x12\r\n\x05\x63\x61use\x18\x08 \x01(\t\x12\r\n\x05\x61\x63tor\x18\t \x01(\t\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x12\n\ncluster_ms\x18\x0b \x01(\x03\x12\x0f\n\x07wall_ms\x18\x0c \x01(\x03\"r\n\x0cWatchRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rfrom_revision\x18\x02 \x01(\x03\x12#\n\x05kinds\x18\x03 \x03(\x0e\x32\x14.tenure.v1.EventKind\x12\x16\n\x0esubject_prefix\x18\x04 \x01(\t\"C\n\rWatchResponse\x12 \n\x06\x65vents\x18\x01 \x03(\x0b\x32\x10.tenure.v1.Event\x12\x10\n\x08revision\x18\x02 \x01(\x03*\xc2\x04\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x45VENT_KIND_SESSION_OPENED\x10\x01\x12\x1f\n\x1b\x45VENT_KIND_SESSION_ATTACHED\x10\x02\x12\x1f\n\x1b\x45VENT_KIND_SESSION_DETACHED\x10\x03\x12\x1d\n\x19\x45VENT_KIND_SESSION_CLOSED\x10\x04\x12\x1e\n\x1a\x45VENT_KIND_SESSION_EXPIRED\x10\x05\x12\x1c\n\x18\x45VENT_KIND_LEASE_GRANTED\x10\n\x12\x1d\n\x19\x45VENT_KIND_LEASE_RELEASED\x10\x0b\x12\x1c\n\x18\x45VENT_KIND_LEASE_EXPIRED\x10\x0c\x12 \n\x1c\x45VENT_KIND_LEASE_TRANSFERRED\x10\r\x12\x1c\n\x18\x45VENT_KIND_LEASE_WAITING\x10\x0e\x12\x1f\n\x1b\x45VENT_KIND_LEASE_WAIT_ENDED\x10\x0f\x12\x1b\n\x17\x45VENT_KIND_RECORD_BEGUN\x10\x14\x12\x1f\n\x1b\x45VENT_KIND_RECORD_COMPLETED\x10\x15\x12\x1c\n\x18\x45VENT_KIND_RECORD_FAILED\x10\x16\x12 \n\x1c\x45VENT_KIND_RECORD_OWNER_LOST\x10\x17\x12\x1e\n\x1a\x45VENT_KIND_RECORD_RESOLVED\x10\x18\x12\x1f\n\x1b\x45VENT_KIND_RECORD_FORGOTTEN\x10\x19\x32L\n\x0cWatchService\x12<\n\x05Watch\x12\x17.tenure.v1.WatchRequest\x1a\x18.tenure.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tenure/v1/watch.proto\x12\ttenure.v1\"\xab\x02\n\x05\x45vent\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.tenure.v1.EventKind\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\x12\n\nsession_id\x18\x05 \x01(\t\x12\r\n\x05token\x18\x06 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x07 \x01(\x05\x12\r\n\x05\x63\x61use\x18\x08 \x01(\t\x12\r\n\x05\x61\x63tor\x18\t \x01(\t\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x12\n\ncluster_ms\x18\x0b \x01(\x03\x12\x0f\n\x07wall_ms\x18\x0c \x01(\x03\x12\x13\n\x0b\x64ue_wall_ms\x18\r \x01(\x03\x12\x10\n\x08sequence\x18\x0e \x01(\x03\x12\x0e\n\x06run_id\x18\x0f \x01(\t\x12\r\n\x05\x63ount\x18\x10 \x01(\x03\"r\n\x0cWatchRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x15\n\rfrom_revision\x18\x02 \x01(\x03\x12#\n\x05kinds\x18\x03 \x03(\x0e\x32\x14.tenure.v1.EventKind\x12\x16\n\x0esubject_prefix\x18\x04 \x01(\t\"C\n\rWatchResponse\x12 \n\x06\x65vents\x18\x01 \x03(\x0b\x32\x10.tenure.v1.Event\x12\x10\n\x08revision\x18\x02 \x01(\x03*\xe1\x07\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19\x45VENT_KIND_SESSION_OPENED\x10\x01\x12\x1f\n\x1b\x45VENT_KIND_SESSION_ATTACHED\x10\x02\x12\x1f\n\x1b\x45VENT_KIND_SESSION_DETACHED\x10\x03\x12\x1d\n\x19\x45VENT_KIND_SESSION_CLOSED\x10\x04\x12\x1e\n\x1a\x45VENT_KIND_SESSION_EXPIRED\x10\x05\x12\x1c\n\x18\x45VENT_KIND_LEASE_GRANTED\x10\n\x12\x1d\n\x19\x45VENT_KIND_LEASE_RELEASED\x10\x0b\x12\x1c\n\x18\x45VENT_KIND_LEASE_EXPIRED\x10\x0c\x12 \n\x1c\x45VENT_KIND_LEASE_TRANSFERRED\x10\r\x12\x1c\n\x18\x45VENT_KIND_LEASE_WAITING\x10\x0e\x12\x1f\n\x1b\x45VENT_KIND_LEASE_WAIT_ENDED\x10\x0f\x12\x1b\n\x17\x45VENT_KIND_RECORD_BEGUN\x10\x14\x12\x1f\n\x1b\x45VENT_KIND_RECORD_COMPLETED\x10\x15\x12\x1c\n\x18\x45VENT_KIND_RECORD_FAILED\x10\x16\x12 \n\x1c\x45VENT_KIND_RECORD_OWNER_LOST\x10\x17\x12\x1e\n\x1a\x45VENT_KIND_RECORD_RESOLVED\x10\x18\x12\x1f\n\x1b\x45VENT_KIND_RECORD_FORGOTTEN\x10\x19\x12\x1a\n\x16\x45VENT_KIND_JOB_APPLIED\x10\x1e\x12\x1a\n\x16\x45VENT_KIND_JOB_DELETED\x10\x1f\x12!\n\x1d\x45VENT_KIND_OCCURRENCE_CREATED\x10(\x12\x1f\n\x1b\x45VENT_KIND_OCCURRENCE_ENDED\x10)\x12 \n\x1c\x45VENT_KIND_OCCURRENCE_MISSED\x10*\x12\"\n\x1e\x45VENT_KIND_OCCURRENCE_RESOLVED\x10+\x12\x1b\n\x17\x45VENT_KIND_RUN_ASSIGNED\x10\x32\x12\x18\n\x14\x45VENT_KIND_RUN_ENDED\x10\x33\x12\x1e\n\x1a\x45VENT_KIND_RUN_INTERRUPTED\x10\x34\x12)\n%EVENT_KIND_RUN_INTERRUPT_ACKNOWLEDGED\x10\x35\x12\x1f\n\x1b\x45VENT_KIND_RUN_CHECKPOINTED\x10\x36\x12\x19\n\x15\x45VENT_KIND_SWITCH_SET\x10<\x12\x1d\n\x19\x45VENT_KIND_SWITCH_CLEARED\x10=2L\n\x0cWatchService\x12<\n\x05Watch\x12\x17.tenure.v1.WatchRequest\x1a\x18.tenure.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tenure.v1.watch_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EVENTKIND']._serialized_start=454
-  _globals['_EVENTKIND']._serialized_end=1032
+  _globals['_EVENTKIND']._serialized_start=524
+  _globals['_EVENTKIND']._serialized_end=1517
   _globals['_EVENT']._serialized_start=37
-  _globals['_EVENT']._serialized_end=266
-  _globals['_WATCHREQUEST']._serialized_start=268
-  _globals['_WATCHREQUEST']._serialized_end=382
-  _globals['_WATCHRESPONSE']._serialized_start=384
-  _globals['_WATCHRESPONSE']._serialized_end=451
-  _globals['_WATCHSERVICE']._serialized_start=1034
-  _globals['_WATCHSERVICE']._serialized_end=1110
+  _globals['_EVENT']._serialized_end=336
+  _globals['_WATCHREQUEST']._serialized_start=338
+  _globals['_WATCHREQUEST']._serialized_end=452
+  _globals['_WATCHRESPONSE']._serialized_start=454
+  _globals['_WATCHRESPONSE']._serialized_end=521
+  _globals['_WATCHSERVICE']._serialized_start=1519
+  _globals['_WATCHSERVICE']._serialized_end=1595
 # @@protoc_insertion_point(module_scope)

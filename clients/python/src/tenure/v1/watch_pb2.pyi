@@ -43,6 +43,19 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_RECORD_OWNER_LOST: _EventKind.ValueType  # 23
     EVENT_KIND_RECORD_RESOLVED: _EventKind.ValueType  # 24
     EVENT_KIND_RECORD_FORGOTTEN: _EventKind.ValueType  # 25
+    EVENT_KIND_JOB_APPLIED: _EventKind.ValueType  # 30
+    EVENT_KIND_JOB_DELETED: _EventKind.ValueType  # 31
+    EVENT_KIND_OCCURRENCE_CREATED: _EventKind.ValueType  # 40
+    EVENT_KIND_OCCURRENCE_ENDED: _EventKind.ValueType  # 41
+    EVENT_KIND_OCCURRENCE_MISSED: _EventKind.ValueType  # 42
+    EVENT_KIND_OCCURRENCE_RESOLVED: _EventKind.ValueType  # 43
+    EVENT_KIND_RUN_ASSIGNED: _EventKind.ValueType  # 50
+    EVENT_KIND_RUN_ENDED: _EventKind.ValueType  # 51
+    EVENT_KIND_RUN_INTERRUPTED: _EventKind.ValueType  # 52
+    EVENT_KIND_RUN_INTERRUPT_ACKNOWLEDGED: _EventKind.ValueType  # 53
+    EVENT_KIND_RUN_CHECKPOINTED: _EventKind.ValueType  # 54
+    EVENT_KIND_SWITCH_SET: _EventKind.ValueType  # 60
+    EVENT_KIND_SWITCH_CLEARED: _EventKind.ValueType  # 61
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper): ...
 
@@ -64,6 +77,19 @@ EVENT_KIND_RECORD_FAILED: EventKind.ValueType  # 22
 EVENT_KIND_RECORD_OWNER_LOST: EventKind.ValueType  # 23
 EVENT_KIND_RECORD_RESOLVED: EventKind.ValueType  # 24
 EVENT_KIND_RECORD_FORGOTTEN: EventKind.ValueType  # 25
+EVENT_KIND_JOB_APPLIED: EventKind.ValueType  # 30
+EVENT_KIND_JOB_DELETED: EventKind.ValueType  # 31
+EVENT_KIND_OCCURRENCE_CREATED: EventKind.ValueType  # 40
+EVENT_KIND_OCCURRENCE_ENDED: EventKind.ValueType  # 41
+EVENT_KIND_OCCURRENCE_MISSED: EventKind.ValueType  # 42
+EVENT_KIND_OCCURRENCE_RESOLVED: EventKind.ValueType  # 43
+EVENT_KIND_RUN_ASSIGNED: EventKind.ValueType  # 50
+EVENT_KIND_RUN_ENDED: EventKind.ValueType  # 51
+EVENT_KIND_RUN_INTERRUPTED: EventKind.ValueType  # 52
+EVENT_KIND_RUN_INTERRUPT_ACKNOWLEDGED: EventKind.ValueType  # 53
+EVENT_KIND_RUN_CHECKPOINTED: EventKind.ValueType  # 54
+EVENT_KIND_SWITCH_SET: EventKind.ValueType  # 60
+EVENT_KIND_SWITCH_CLEARED: EventKind.ValueType  # 61
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
@@ -82,11 +108,15 @@ class Event(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     CLUSTER_MS_FIELD_NUMBER: _builtins.int
     WALL_MS_FIELD_NUMBER: _builtins.int
+    DUE_WALL_MS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     kind: Global___EventKind.ValueType
     tenant: _builtins.str
     subject: _builtins.str
-    """The session id, lease name or idempotency key the event is about."""
+    """The session id, lease name, idempotency key, job name or switch id the event is about."""
     session_id: _builtins.str
     token: _builtins.int
     attempt: _builtins.int
@@ -97,6 +127,11 @@ class Event(_message.Message):
     reason: _builtins.str
     cluster_ms: _builtins.int
     wall_ms: _builtins.int
+    due_wall_ms: _builtins.int
+    """Of jobs: the subject is the job's name; which occurrence, which run, and how many due times (a missed range)."""
+    sequence: _builtins.int
+    run_id: _builtins.str
+    count: _builtins.int
     def __init__(
         self,
         *,
@@ -112,10 +147,14 @@ class Event(_message.Message):
         reason: _builtins.str = ...,
         cluster_ms: _builtins.int = ...,
         wall_ms: _builtins.int = ...,
+        due_wall_ms: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        run_id: _builtins.str = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "attempt", b"attempt", "cause", b"cause", "cluster_ms", b"cluster_ms", "kind", b"kind", "reason", b"reason", "revision", b"revision", "session_id", b"session_id", "subject", b"subject", "tenant", b"tenant", "token", b"token", "wall_ms", b"wall_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "attempt", b"attempt", "cause", b"cause", "cluster_ms", b"cluster_ms", "count", b"count", "due_wall_ms", b"due_wall_ms", "kind", b"kind", "reason", b"reason", "revision", b"revision", "run_id", b"run_id", "sequence", b"sequence", "session_id", b"session_id", "subject", b"subject", "tenant", b"tenant", "token", b"token", "wall_ms", b"wall_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
