@@ -1,4 +1,4 @@
-"""Runs: one attempt at an occurrence by one session, and who works for what (see the rules at the top of machine.py)."""
+"""Runs: one attempt at an occurrence by one session; who works for what (see the rules at the top of machine.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sidecar.core.occurrences import Origin
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """What a session serves. ``assigned`` orders workers that are equally busy: who was given a run least lately is next."""
+    """What a session serves. ``assigned`` orders the equally busy: who was given a run the longest ago is next."""
 
     session: str
     tenant: str
