@@ -220,6 +220,12 @@ class Settings(BaseSettings):
     disk_reserve_bytes: int = _number(64 << 20, 0, 1 << 40, "free space below which this node takes no writes")
     # Watching over it.
     skew_max_ms: int = _number(1_000, 1, 3_600_000, "difference of wall clocks from which the leader warns")
+    schedule_skew_max_ms: int = _number(
+        10_000, 100, 3_600_000, "difference from most nodes' wall clocks at which a leader fires no schedules"
+    )
+    schedule_lag_max_ms: int = _number(
+        30_000, 1_000, 3_600_000, "lateness of schedules at which the leader is not ready"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least severity that is logged"
     )
@@ -237,6 +243,12 @@ class Settings(BaseSettings):
     limits_request_retention_ms: int = _limit("request_retention_ms", 86_400_000)
     limits_request_retention_min_ms: int = _limit("request_retention_min_ms", 86_400_000)
     limits_events_max: int = _limit("events_max", 1_000_000)
+    limits_jobs_max: int = _limit("jobs_max", 1_000_000)
+    limits_job_bytes_max: int = _limit("job_bytes_max")
+    limits_job_revisions_max: int = _limit("job_revisions_max", 1_000)
+    limits_occurrences_max: int = _limit("occurrences_max")
+    limits_starts_per_second_max: int = _limit("starts_per_second_max", 10_000)
+    limits_switches_max: int = _limit("switches_max", 1_000_000)
 
     @classmethod
     def settings_customise_sources(

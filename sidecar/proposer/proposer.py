@@ -29,7 +29,9 @@ import msgspec
 from sidecar.consensus.ports import Clock, Role
 from sidecar.core.commands import (
     AcquireLease,
+    ApplyJobs,
     AttachSession,
+    BackfillJob,
     BeginRecord,
     CancelWait,
     Command,
@@ -44,8 +46,11 @@ from sidecar.core.commands import (
     Result,
     SessionsRenewed,
     SetLimits,
+    SettleDue,
+    SetTzdata,
     Stamp,
     Tick,
+    TriggerJob,
 )
 from sidecar.core.events import Event
 from sidecar.core.machine import Captured as MachineCaptured
@@ -70,9 +75,11 @@ from sidecar.proposer.outcomes import Done, Failed, Failure, Outcome, Subscriber
 from sidecar.proposer.pressure import Pressure
 from sidecar.proposer.waiters import Deadlines, Pending, Renewal, RenewalPart, RenewalWindow
 
-REPEATABLE = (Tick, SetLimits, RenewSessions, AttachSession, DetachSession, CancelWait)
-# What makes the state larger; everything else helps somebody to finish.
-GROWING = (OpenSession, AcquireLease, BeginRecord)
+# What the leader's own side proposes. Not shed for being slow: then schedules would stand still under load.
+DUTIES = (SettleDue, SetTzdata)
+REPEATABLE = (Tick, SetLimits, RenewSessions, AttachSession, DetachSession, CancelWait, *DUTIES)
+# What makes the state larger; everything else helps somebody to finish, or is the leader's duty.
+GROWING = (OpenSession, AcquireLease, BeginRecord, ApplyJobs, TriggerJob, BackfillJob)
 NEVER = float("inf")
 
 
@@ -194,6 +201,8 @@ class Proposer:
         self._restored = False
         self._subscribers: dict[int, tuple[Subscriber, Callable[[], None] | None]] = {}
         self._subscriptions = 0
+        # Called when this node begins or ceases to lead, or learns of another leader.
+        self.on_role_change: list[Callable[[], None]] = []
         # The role of this node.
         self._role: tuple[Role, int, str | None] = (Role.FOLLOWER, 0, None)
         self._leading = False
@@ -315,7 +324,7 @@ class Proposer:
             return self._overloaded("in_flight")
         if len(self._queue) >= self.settings.queue_max or self._queue_bytes >= self.settings.queue_bytes_max:
             return self._overloaded("queue")
-        if self.shedding():
+        if self.shedding() and not isinstance(command, DUTIES):
             return self._overloaded("latency")
         return None
 
@@ -732,6 +741,8 @@ class Proposer:
                 pending.resend_after_s = self.settings.resend_ms / 1000
                 self._dispatch(pending)
         self._schedule(now_s)
+        for changed in self.on_role_change:
+            changed()
 
     def capture(self) -> Captured:
         return Captured(self.machine.capture(), self._window.dump())
