@@ -16,6 +16,15 @@ from prometheus_client.registry import Collector
 
 FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 ITEMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000)
+LATENESS_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1_800, 3_600)
+# Words that reasons of outcomes begin with; any other is counted as "other".
+REASONS = frozenset(
+    {
+        "starting_deadline", "overlap", "overlap_buffer_full", "paused", "draining", "killed", "shadow", "no_room",
+        "misfire_skip", "misfire_latest", "catch_up_max", "catch_up_window", "timeout", "operator", "job_deleted",
+        "holder_lost", "record_completed", "record_failed", "record_unknown",
+    }
+)  # fmt: skip
 # More than the API has: a method that is not its own is counted as "other".
 METHODS_MAX = 100
 
@@ -52,6 +61,7 @@ class Metrics:
         self._log()
         self._state()
         self._requests()
+        self._jobs()
         self._machine()
 
     def _consensus(self) -> None:
@@ -113,6 +123,30 @@ class Metrics:
         self.watchers = self._gauge("watchers", "open watches")
         self.streams = self._gauge("streams", "open agent streams")
 
+    def _jobs(self) -> None:
+        """Counted by the leader alone, so that the sum over the nodes is the cluster's."""
+        self.jobs = self._gauge("jobs", "jobs in the cluster")
+        self.runs = self._gauge("runs", "runs under way")
+        self.workers = self._gauge("workers", "sessions that serve jobs")
+        self.occurrences = self._gauge("occurrences", "occurrences that are kept, ended ones too")
+        self.occurrences_pending = self._gauge("occurrences_pending", "occurrences that have not started")
+        self.switches = self._gauge("switches_in_force", "switches in force")
+        self.kill_epoch = self._gauge("kill_epoch", "kills so far")
+        self.scheduler_running = self._gauge("scheduler_running", "1 on the node that fires schedules")
+        self.schedule_lag = self._gauge("schedule_lag_seconds", "how late the most overdue schedule is; 0 on followers")
+        self._last_due_s = 0.0
+        self.last_due = self._gauge("last_due_time_seconds", "UTC time of the latest due time that was dealt with here")
+        self.outcomes = Counter(
+            "tenure_occurrences_ended", "due times by outcome", ("outcome", "reason"), registry=self.registry
+        )
+        self.run_ends = Counter("tenure_runs_ended", "runs by how they ended", ("cause",), registry=self.registry)
+        self.start_lateness = self._histogram(
+            "run_start_lateness_seconds", "from the due time to the assignment of its first run", LATENESS_SECONDS
+        )
+        self.interrupt_seconds = self._histogram(
+            "interrupt_acknowledged_seconds", "from an interrupt to its acknowledgement", LATENESS_SECONDS
+        )
+
     def _machine(self) -> None:
         self.clock_skew = self._gauge("clock_skew_seconds", "largest difference of a peer's wall clock; 0 on followers")
         self.certificate_expires = self._gauge("peer_certificate_expires_timestamp_seconds", "0 without a certificate")
@@ -152,6 +186,13 @@ class Metrics:
         self.turn_seconds.observe(turn_s)
         if sync_s:
             self.sync_seconds.observe(sync_s)
+
+    def due_times_ended(self, outcome: str, reason: str, count: int, due_s: float) -> None:
+        """``reason`` may go on after its first word; unknown words are counted as one."""
+        word = reason.split(" ")[0].rstrip(":")
+        self.outcomes.labels(outcome, word if word in REASONS else "other" if word else "").inc(count)
+        self._last_due_s = max(due_s, self._last_due_s)
+        self.last_due.set(self._last_due_s)
 
     # The proposer's observer.
 
