@@ -303,6 +303,9 @@ class TcpPeerTransport:
         self._links = {peer: _Link(peer, address) for peer, address in settings.peers.items()}
         self._events: PeerEvents | None = None
         self._listeners: list[socket.socket] = []
+        self._pauses: dict[
+            socket.socket, asyncio.TimerHandle
+        ] = {}  # listeners that wait until accepting may work again
         self.bound_to: list[tuple[str, int]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[_Connection, asyncio.Task[None]] = {}  # in order of arrival
@@ -375,7 +378,7 @@ class TcpPeerTransport:
     def start(self, events: PeerEvents) -> None:
         self._events = events
         for listener in self._listeners:
-            self._spawn(self._accept(listener))
+            self.loop.add_reader(listener, self._accept, listener)
         for link in self._links.values():
             self._spawn(self._dial_forever(link))
         self._watch = self.loop.call_later(self.settings.sign_of_life_s / 2, self._look_after, self.loop.time())
@@ -385,11 +388,11 @@ class TcpPeerTransport:
         self._stopped = True
         if self._watch is not None:
             self._watch.cancel()
+        self._close_listeners()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._close_listeners()
         for link in self._links.values():
             link.current = None
         for gently in (True, False):
@@ -400,7 +403,10 @@ class TcpPeerTransport:
                     await self._all_closed.wait()
 
     def _close_listeners(self) -> None:
+        for pause in self._pauses.values():
+            pause.cancel()
         for listener in self._listeners:
+            self.loop.remove_reader(listener)
             listener.close()
         self._listeners.clear()
 
@@ -515,26 +521,33 @@ class TcpPeerTransport:
             if connection is not None:
                 if isinstance(error, ssl.SSLError):
                     self._count_refused("tls")
-                connection.kill()
-                if connection.transport is None:
-                    self.forget(connection)
+                self._kill_unfinished(connection)
             raise
         return connection
 
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = await self.loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, mostly: it passes, and listening must go on
-                self._warn("accept", "", f"cannot accept peers: {error}")
-                await asyncio.sleep(self._rng.uniform(0.05, 0.1))
-                continue
-            connection = self._admit(_Connection(self, None))
-            greeting = self._strangers[connection] = self._spawn(self._greet(connection, sock))
-            # Not in the task itself: one that is cancelled before its first step would leave the socket open.
-            greeting.add_done_callback(functools.partial(self._greeted, connection, sock))
-            if len(self._strangers) > self.settings.strangers_max:
-                self.refuse(next(iter(self._strangers)), "crowded", "too many that do not introduce themselves")
+    def _accept(self, listener: socket.socket) -> None:
+        """Somebody waits. Not ``sock_accept``: it loses the connection when it is cancelled as it completes."""
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # gone again
+        except OSError as error:  # out of descriptors, mostly: it passes, and listening must go on
+            self._warn("accept", "", f"cannot accept peers: {error}")
+            self.loop.remove_reader(listener)  # it would report the one that waits without a pause
+            delay_s = self._rng.uniform(0.05, 0.1)
+            self._pauses[listener] = self.loop.call_later(
+                delay_s, self.loop.add_reader, listener, self._accept, listener
+            )
+            return
+        self._meet(sock)
+
+    def _meet(self, sock: socket.socket) -> None:
+        connection = self._admit(_Connection(self, None))
+        greeting = self._strangers[connection] = self._spawn(self._greet(connection, sock))
+        # Not in the task itself: one that is cancelled before its first step would leave the socket open.
+        greeting.add_done_callback(functools.partial(self._greeted, connection, sock))
+        if len(self._strangers) > self.settings.strangers_max:
+            self.refuse(next(iter(self._strangers)), "crowded", "too many that do not introduce themselves")
 
     async def _greet(self, connection: _Connection, sock: socket.socket) -> None:
         try:
@@ -549,11 +562,17 @@ class TcpPeerTransport:
         except OSError as error:
             self.refuse(connection, "tls" if isinstance(error, ssl.SSLError) else "ended", f"no TLS session: {error}")
 
-    def _greeted(self, connection: _Connection, sock: socket.socket, _: asyncio.Task[None]) -> None:
+    def _greeted(self, connection: _Connection, sock: socket.socket, task: asyncio.Task[None]) -> None:
         if connection.transport is None:
             sock.close()
-            connection.kill()
-            self.forget(connection)
+        elif not task.cancelled():
+            return
+        self._kill_unfinished(connection)
+
+    def _kill_unfinished(self, connection: _Connection) -> None:
+        """Not by ``connection_lost``: uvloop does not call it for a connection made in the moment of a cancellation."""
+        connection.kill()
+        self.loop.call_soon(self.forget, connection)
 
     def _admit(self, connection: _Connection) -> _Connection:
         self._connections.add(connection)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import functools
 import gc
 import os
 import resource
@@ -900,17 +899,34 @@ def test_running_out_of_descriptors_does_not_end_the_listening(run: Run, monkeyp
 
 
 def test_a_connection_that_is_accepted_as_the_transport_stops_is_closed(run: Run) -> None:
+    """However many steps the loop has made since somebody connected."""
+
+    async def scenario() -> None:
+        for steps in range(8):
+            async with transport() as (one, _):
+                theirs = socket.create_connection(("127.0.0.1", port(one)))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+            theirs.setblocking(False)
+            with contextlib.suppress(ConnectionError):
+                while await asyncio.get_running_loop().sock_recv(theirs, 1_024):
+                    pass  # our introduction; then the end
+            theirs.close()
+
+    run(scenario())
+    gc.collect()  # a socket that nobody has closed is an error when it is collected
+
+
+def test_a_greeting_that_is_cancelled_before_its_first_step_closes_its_socket(run: Run) -> None:
     async def scenario() -> None:
         async with transport() as (one, _):
             accepted, theirs = socket.socketpair()
-            connection = one._admit(module._Connection(one, None))
-            greeting = one._spawn(one._greet(connection, accepted))
-            greeting.add_done_callback(functools.partial(one._greeted, connection, accepted))
-            greeting.cancel()  # before its first step
+            one._meet(accepted)
+            (greeting,) = one._strangers.values()
+            greeting.cancel()
             await eventually(greeting.done)
             await asyncio.sleep(0)
-            assert accepted.fileno() == -1
-            assert connection not in one._connections
+            assert accepted.fileno() == -1 and not one._connections
             theirs.close()
 
     run(scenario())
