@@ -64,11 +64,14 @@ class Sessions:
             return Refused(reason=Reason.SESSION_FOREIGN, message=f"session {session} belongs to another tenant")
         return found
 
+    def count_of(self, tenant: str) -> int:
+        return self._per_tenant.get(tenant, 0)
+
     def open(self, command: OpenSession) -> SessionOpened | Refused:
         context, limits = self._context, self._context.limits
         if len(self.table) >= limits.sessions_max:
             return full(Reason.SESSIONS_FULL, "no room for a session", "sessions_max", limits.sessions_max)
-        if self._per_tenant.get(command.tenant, 0) >= limits.sessions_per_tenant_max:
+        if self.count_of(command.tenant) >= limits.sessions_per_tenant_max:
             limit = limits.sessions_per_tenant_max
             return full(Reason.SESSIONS_FULL, "no room for a session", "sessions_per_tenant_max", limit)
         # The revision makes it unique, the suffix makes it hard to guess.
