@@ -32,6 +32,7 @@ from sidecar.core.events import Kind
 from sidecar.core.leases import Leases
 from sidecar.core.ordering import SortedKeys
 from sidecar.core.sessions import Sessions
+from sidecar.core.switches import Switches, switched_off
 
 # What a record counts for beside its key, fingerprint, result and error.
 RECORD_OVERHEAD_BYTES = 256
@@ -78,8 +79,10 @@ _OUTCOME_TO_COME = (RecordState.IN_PROGRESS, RecordState.UNKNOWN)
 
 
 class Records:
-    def __init__(self, context: Context, sessions: Sessions, leases: Leases, rows: Iterable[Record]) -> None:
-        self._context, self._sessions, self._leases = context, sessions, leases
+    def __init__(
+        self, context: Context, sessions: Sessions, leases: Leases, switches: Switches, rows: Iterable[Record]
+    ) -> None:
+        self._context, self._sessions, self._leases, self._switches = context, sessions, leases, switches
         self.table = {(row.tenant, row.key): row for row in rows}
         # Derived.
         self.bytes = sum(map(_size, self.table.values()))
@@ -100,7 +103,11 @@ class Records:
         session = self._sessions.find(command.tenant, command.session)
         if isinstance(session, Refused):
             return session
-        # Before anything else: who acts under a stale token must hear that first, not the result of another.
+        # Before everything that is known of the key: a kill stops what has a result, too.
+        killed = self._switches.killed(command.tenant)
+        if killed is not None:
+            return switched_off(killed)
+        # Before the rest: who acts under a stale token must hear that first, not the result of another.
         stale = self._stale_fence(command.tenant, command.fence_lease, command.fence_token)
         if stale is not None:
             return stale

@@ -28,6 +28,7 @@ from sidecar.core.events import Kind
 from sidecar.core.ordering import SortedKeys
 from sidecar.core.requests import Requests
 from sidecar.core.sessions import Session, Sessions, not_found
+from sidecar.core.switches import Switches, switched_off
 
 # A lease can be given back at any moment, so nobody is told to stay away for longer than this.
 HELD_RETRY_DELAY_MAX_MS = 1_000
@@ -42,6 +43,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     # The waiter named by the request that was granted, and that request: a cancel takes back exactly this grant.
     waiter: str = ""
     request: RequestKey | None = None
+    # The machine's at the grant. Below the floor of the tenant the token is not current any more.
+    kill_epoch: int = 0
 
 
 class Waiter(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -93,6 +96,7 @@ class Leases:
         context: Context,
         sessions: Sessions,
         requests: Requests,
+        switches: Switches,
         arm_wait: Callable[[WaiterKey, int], None],
         arm_delay: Callable[[LeaseKey, int], None],
         disarm_wait: Callable[[WaiterKey], None],
@@ -104,6 +108,7 @@ class Leases:
         self._context = context
         self._sessions = sessions
         self._requests = requests
+        self._switches = switches
         self._arm_wait, self._arm_delay, self._disarm_wait = arm_wait, arm_delay, disarm_wait
         self.last_token = last_token
         self.table = {(row.tenant, row.name): row for row in leases}
@@ -137,6 +142,9 @@ class Leases:
         session = self._sessions.find(command.tenant, command.session)
         if isinstance(session, Refused):
             return session
+        killed = self._switches.killed(command.tenant)
+        if killed is not None:
+            return switched_off(killed)
         key = (command.tenant, command.name)
         lease = self.table.get(key)
         if lease is None:
@@ -147,7 +155,7 @@ class Leases:
             return _capacity_mismatch(lease, command.capacity)
         token = self.held.get(command.session, {}).get(key)
         if token is not None:
-            return self._granted(session, token, already_held=True)
+            return self._acquire_again(lease, token, session, command, request)
         waiting = self.waiters.get((*key, command.session, command.waiter))
         if waiting is not None:
             return self._queued(waiting)
@@ -156,6 +164,21 @@ class Leases:
         if command.wait_ms == 0:
             return self._held_refusal(lease)
         return self._join_line(lease, command, request)
+
+    def _acquire_again(
+        self, lease: Lease, token: int, session: Session, command: AcquireLease, request: RequestKey | None
+    ) -> Result:
+        """The same token; a new one, for the same place, when a kill has made the old one stale."""
+        holder = _held(lease, token)
+        if not self._killed_by(lease, holder):
+            return self._granted(session, token, already_held=True)
+        key = (lease.tenant, lease.name)
+        self._take_from(key, holder)
+        self._context.emit(Kind.LEASE_RELEASED, *key, session=holder.session, token=token, cause="killed")
+        new = self._grant(
+            self.table[key], holder.session, command.waiter, command.lock_delay_ms, command.metadata, request
+        )
+        return self._granted(session, new)
 
     def _acquire_now(self, lease: Lease, session: Session, command: AcquireLease, request: RequestKey | None) -> Result:
         """Nobody in the line is passed over: whoever could have had a free place was given it when it came free."""
@@ -225,6 +248,12 @@ class Leases:
         holder = self._claimed(*key, command.token, command.session)
         if isinstance(holder, Refused):
             return holder
+        # It is a grant, and the token of a kill gives nothing to anybody.
+        killed = self._switches.killed(command.tenant)
+        if killed is not None:
+            return switched_off(killed)
+        if self._killed_by(self.table[key], holder):
+            return self._token_stale(key, command.token)
         target = self._sessions.find(command.tenant, command.to_session)
         if isinstance(target, Refused):
             return Refused(reason=Reason.TRANSFER_TARGET_INVALID, message=target.message)
@@ -267,8 +296,7 @@ class Leases:
             self._drop_if_unused(wait[:2])
         held = self.held.get(row.session, {})
         for key, token in sorted(held.items(), key=lambda item: item[1]):
-            holder = _holder(self.table[key], token)
-            assert holder is not None, f"{row.session} is not among the holders of {key}"
+            holder = _held(self.table[key], token)
             if expired:
                 delay_ends_ms = row.deadline_ms + holder.lock_delay_ms
                 self._end_hold(key, holder, Kind.LEASE_EXPIRED, cause="session_expired", delay_ends_ms=delay_ends_ms)
@@ -280,7 +308,9 @@ class Leases:
         waiter = self.waiters[wait]
         self._remove_waiter(key, waiter)
         self._emit_wait_ended(key, waiter, "timeout")
-        self._requests.amend(waiter.request, self._held_refusal(self.table[key]))
+        killed = self._switches.killed(key[0])
+        refusal = self._held_refusal(self.table[key]) if killed is None else switched_off(killed)
+        self._requests.amend(waiter.request, refusal)
         self._drop_if_unused(key)
 
     def end_delay(self, key: LeaseKey) -> None:
@@ -290,6 +320,12 @@ class Leases:
         if left:
             self._arm_delay(key, left[0])
         self._grant_free_places(key)
+
+    def unkilled(self, tenant: str) -> None:
+        """A kill has ended, of the tenant or ("") the fleet: who still waits in line may be granted again."""
+        for key in sorted(self._lines):
+            if tenant in ("", key[0]):
+                self._grant_free_places(key)
 
     def wait_due_ms(self, wait: WaiterKey) -> int | None:
         waiter = self.waiters.get(wait)
@@ -352,7 +388,8 @@ class Leases:
 
     def is_current(self, tenant: str, name: str, token: int) -> bool:
         lease = self.table.get((tenant, name))
-        return lease is not None and _holder(lease, token) is not None
+        holder = None if lease is None else _holder(lease, token)
+        return lease is not None and holder is not None and not self._killed_by(lease, holder)
 
     def current_facts(self, tenant: str, name: str) -> tuple[tuple[str, str], ...]:
         """Who holds it now: the facts of a refusal because of a token."""
@@ -360,7 +397,13 @@ class Leases:
         if lease is None or not lease.holders:
             return (("current_token", "0"),)
         newest = lease.holders[-1]
+        killed_by = self._killed_by(lease, newest)
+        if killed_by:
+            return (("current_token", "0"), ("holder", newest.session), ("killed_by", killed_by))
         return (("current_token", str(newest.token)), ("holder", newest.session))
+
+    def _killed_by(self, lease: Lease, holder: Holder) -> str:
+        return self._switches.killed_by(lease.tenant, holder.kill_epoch)
 
     # ---- grants --------------------------------------------------------------------------------------------------
 
@@ -386,6 +429,7 @@ class Leases:
             metadata=metadata,
             waiter=waiter,
             request=request,
+            kill_epoch=self._switches.kill_epoch,
         )
         self._put(key, replace(lease, holders=(*lease.holders, holder)))
         self.holder_count += 1
@@ -417,7 +461,10 @@ class Leases:
         self._drop_if_unused(key)
 
     def _first_eligible(self, key: LeaseKey) -> tuple[Waiter, Session] | None:
-        """Never one whose session or wait is due at this very stamp, nor one whose session has a place already."""
+        """Never one whose session or wait is due at this very stamp, nor one whose session has a place already. Nobody
+        while the tenant is killed: the line stays, and goes on after the clear."""
+        if self._switches.killed(key[0]) is not None:
+            return None
         now_ms = self._context.now_ms
         for place in self._lines.get(key, ()):
             session = self._sessions.table.get(place[2])
@@ -465,16 +512,20 @@ class Leases:
         lease = self.table.get((tenant, name))
         holder = None if lease is None else _holder(lease, token)
         if holder is None:
-            facts = self.current_facts(tenant, name)
             if token > self.last_token:
+                facts = self.current_facts(tenant, name)
                 message = f"token {token} was never granted; it comes from elsewhere"
                 return Refused(reason=Reason.TOKEN_UNKNOWN, message=message, facts=facts)
-            message = f"token {token} is not current: the lease was released, lost or granted anew"
-            return Refused(reason=Reason.TOKEN_STALE, message=message, facts=facts)
+            return self._token_stale((tenant, name), token)
         if session and holder.session != session:
             message = f"token {token} belongs to another session"
             return Refused(reason=Reason.NOT_HOLDER, message=message, facts=(("holder", holder.session),))
         return holder
+
+    def _token_stale(self, key: LeaseKey, token: int) -> Refused:
+        facts = self.current_facts(*key)
+        message = f"token {token} is not current: the lease was released, lost, killed or granted anew"
+        return Refused(reason=Reason.TOKEN_STALE, message=message, facts=facts)
 
     # ---- the line ------------------------------------------------------------------------------------------------
 
@@ -566,6 +617,13 @@ def _holder(lease: Lease, token: int) -> Holder | None:
         if holder.token == token:
             return holder
     return None
+
+
+def _held(lease: Lease, token: int) -> Holder:
+    """Of a token that the index of what sessions hold knows."""
+    holder = _holder(lease, token)
+    assert holder is not None, f"token {token} is not among the holders of {lease.name}"
+    return holder
 
 
 def _place(waiter: Waiter) -> Place:

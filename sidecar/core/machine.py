@@ -79,6 +79,7 @@ from sidecar.core.commands import (
     BeginOutcome,
     BeginRecord,
     CancelWait,
+    ClearSwitch,
     CloseSession,
     Command,
     CompleteRecord,
@@ -99,6 +100,7 @@ from sidecar.core.commands import (
     ResolveRecord,
     Result,
     SetLimits,
+    SetSwitch,
     Stamp,
     Tick,
     TransferLease,
@@ -111,11 +113,12 @@ from sidecar.core.leases import Lease, Leases
 from sidecar.core.requests import Requests, fingerprint_of
 from sidecar.core.sessions import Session, Sessions
 from sidecar.core.snapshot import Captured, SnapshotError, State, decode
+from sidecar.core.switches import Switch, Switches
 
 __all__ = ["Captured", "Machine", "SnapshotError"]
 
 # What can come due and free a lease, in this order at one deadline. A key of the agenda: the rank, then what it is.
-_SESSION, _WAIT, _DELAY = 1, 2, 3
+_SESSION, _WAIT, _DELAY, _SWITCH = 1, 2, 3, 4
 
 # Nobody waits for the end of a retention, so ticks for it are bundled: many records end with one.
 _RETENTION_TICK_MS = 1_000
@@ -152,6 +155,9 @@ class Machine:
                 stream=[],
                 acknowledged=[],
                 events=[],
+                switches=[],
+                kill_epoch=0,
+                floors=[],
             )
         )
 
@@ -162,10 +168,20 @@ class Machine:
         arm, disarm = self._agenda.arm, self._agenda.disarm
         self._requests = Requests(context, state.unary, state.stream, state.acknowledged)
         self._sessions = Sessions(context, state.sessions, lambda row: arm((_SESSION, row.session), row.deadline_ms))
+        self._switches = Switches(
+            context,
+            self._sessions,
+            arm=lambda switch, at_ms: arm((_SWITCH, switch), at_ms),
+            disarm=lambda switch: disarm((_SWITCH, switch)),
+            switches=state.switches,
+            kill_epoch=state.kill_epoch,
+            floors=state.floors,
+        )
         self._leases = Leases(
             context,
             self._sessions,
             self._requests,
+            self._switches,
             arm_wait=lambda wait, at_ms: arm((_WAIT, *wait), at_ms),
             disarm_wait=lambda wait: disarm((_WAIT, *wait)),
             arm_delay=lambda key, at_ms: arm((_DELAY, *key), at_ms),
@@ -173,7 +189,7 @@ class Machine:
             waiters=state.waiters,
             last_token=state.last_token,
         )
-        self._records = Records(context, self._sessions, self._leases, state.records)
+        self._records = Records(context, self._sessions, self._leases, self._switches, state.records)
         self._handlers: dict[type, Callable[[Any], Result]] = {
             Tick: lambda command: self._done(),
             SetLimits: self._set_limits,
@@ -189,6 +205,8 @@ class Machine:
             CompleteRecord: self._records.complete,
             FailRecord: self._records.fail,
             ResolveRecord: self._records.resolve,
+            SetSwitch: self._set_switch,
+            ClearSwitch: self._clear_switch,
         }
 
     # ---- the state as a whole ------------------------------------------------------------------------------------
@@ -227,6 +245,9 @@ class Machine:
                 stream=list(requests.stream.items()),
                 acknowledged=list(requests.acknowledged.items()),
                 events=self._context.history(),
+                switches=list(self._switches.table.values()),
+                kill_epoch=self._switches.kill_epoch,
+                floors=list(self._switches.floors.items()),
             )
         )
 
@@ -331,13 +352,17 @@ class Machine:
                 self._end_session(self._sessions.table[key[1]], Kind.SESSION_EXPIRED)
             elif key[0] == _WAIT:
                 self._leases.end_wait(key[1:])
-            else:
+            elif key[0] == _DELAY:
                 self._leases.end_delay(key[1:])
+            else:
+                self._switch_ended(self._switches.expire(key[1]))
 
     def _due_ms(self, key: tuple[Any, ...]) -> int | None:
         if key[0] == _SESSION:
             session = self._sessions.table.get(key[1])
             return None if session is None else session.deadline_ms
+        if key[0] == _SWITCH:
+            return self._switches.due_ms(key[1])
         return self._leases.wait_due_ms(key[1:]) if key[0] == _WAIT else self._leases.delay_due_ms(key[1:])
 
     def _end_session(self, row: Session, kind: Kind) -> None:
@@ -369,6 +394,21 @@ class Machine:
         self._end_session(row, Kind.SESSION_CLOSED)
         return self._done()
 
+    def _set_switch(self, command: SetSwitch) -> Result:
+        return self._switches.set(command, runs_at_set=0)
+
+    def _clear_switch(self, command: ClearSwitch) -> Done | Refused:
+        ended = self._switches.clear(command)
+        if isinstance(ended, Refused):
+            return ended
+        revision = self._context.revision
+        self._switch_ended(ended)
+        return Done(revision=revision)
+
+    def _switch_ended(self, ended: Switch) -> None:
+        if not ended.job:
+            self._leases.unkilled(ended.tenant)
+
     # ---- reads (return records; never mutate) --------------------------------------------------------------------
 
     def session(self, session: str) -> Session | None:
@@ -397,6 +437,31 @@ class Machine:
         """A page in order of key; of one state, or of all."""
         return self._records.page(tenant, prefix, after, limit, state)
 
+    @property
+    def kill_epoch(self) -> int:
+        return self._switches.kill_epoch
+
+    def killed_by(self, tenant: str, kill_epoch: int) -> str:
+        """The switch because of which what was given out under this epoch (a token, a receipt) is not current; empty
+        when it is current."""
+        return self._switches.killed_by(tenant, kill_epoch)
+
+    def switch(self, tenant: str, switch: str) -> Switch | None:
+        """In force, or ended and still kept; of the fleet, with tenant ""."""
+        return self._switches.find(tenant, switch)
+
+    def switches(self, tenant: str | None, include_ended: bool, after: str, limit: int) -> list[Switch]:
+        """A page, newest first; of a tenant, with "" of the fleet, with None of all."""
+        return self._switches.page(tenant, include_ended, after, limit)
+
+    def switches_concerning(self, tenant: str) -> list[Switch]:
+        """In force: the fleet's, the tenant's, and those of its jobs."""
+        return self._switches.concerning(tenant)
+
+    def effective_switch(self, tenant: str, job: str) -> Switch | None:
+        """The strongest in force over a job; with job "", over all of the tenant."""
+        return self._switches.effective(tenant, job)
+
     def counts(self) -> dict[str, int]:
         """Sizes, for metrics."""
         return {
@@ -408,6 +473,7 @@ class Machine:
             "records": len(self._records.table),
             "record_bytes": self._records.bytes,
             "requests": len(self._requests),
+            "switches": self._switches.in_force_count,
             "events": self._context.history_length(),
         }
 

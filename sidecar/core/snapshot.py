@@ -20,6 +20,7 @@ from sidecar.core.events import Event
 from sidecar.core.leases import Lease, WaiterRow
 from sidecar.core.requests import Answer, StreamKey, UnaryKey
 from sidecar.core.sessions import Session
+from sidecar.core.switches import Switch
 
 FORMAT = 1
 # A table is encoded in parts, so that a thread which encodes a large one lets others run in between.
@@ -48,6 +49,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     stream: list[tuple[StreamKey, Answer]]
     acknowledged: list[tuple[str, int]]
     events: list[Event]
+    switches: list[Switch]
+    kill_epoch: int
+    floors: list[tuple[str, int]]
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +59,8 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     stamp: Stamp
     revision: int
     last_token: int
+    kill_epoch: int = 0
+    floors: list[tuple[str, int]] = []
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -70,6 +76,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     stream: list[bytes]
     acknowledged: list[bytes]
     events: list[bytes]
+    switches: list[bytes] = []
 
 
 class _Format(msgspec.Struct, frozen=True, array_like=True):
@@ -89,7 +96,7 @@ class Captured:
 
     def encode(self) -> bytes:
         state = self._state
-        head = _Head(state.limits, state.stamp, state.revision, state.last_token)
+        head = _Head(state.limits, state.stamp, state.revision, state.last_token, state.kill_epoch, state.floors)
         return _ENCODER.encode(
             _Wire(
                 format=FORMAT,
@@ -102,6 +109,7 @@ class Captured:
                 stream=_parts(state.stream),
                 acknowledged=_parts(state.acknowledged),
                 events=_parts(state.events),
+                switches=_parts(state.switches),
             )
         )
 
@@ -132,6 +140,9 @@ def decode(payload: bytes) -> State:
             stream=_rows(wire.stream, list[tuple[StreamKey, Answer]]),
             acknowledged=_rows(wire.acknowledged, list[tuple[str, int]]),
             events=_rows(wire.events, list[Event]),
+            switches=_rows(wire.switches, list[Switch]),
+            kill_epoch=head.kill_epoch,
+            floors=head.floors,
         )
     except msgspec.MsgspecError as error:
         raise SnapshotError(f"not a snapshot of this state machine, or a damaged one: {error}") from error

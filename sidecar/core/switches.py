@@ -84,12 +84,15 @@ class Switches:
         # By id: first in order of their setting, then, once ended, in order of their end.
         self.table = {row.switch: row for row in switches}
         # Derived: ids in force, by tenant ("": the fleet's) and job ("": the tenant's own); how many; ended ones in
-        # order of their end; the number of each id, in order.
+        # order of their end; the number of each id, in order; the ids of kills by their epoch.
         self._in_force: dict[str, dict[str, str]] = {}
         self.in_force_count = 0
         self._ended: dict[str, None] = {}
         self._numbers = sorted(map(_number, self.table))
+        self._kills: dict[int, str] = {}
         for row in self.table.values():
+            if row.kill_epoch:
+                self._kills[row.kill_epoch] = row.switch
             if row.ended_ms:
                 self._ended[row.switch] = None
             else:
@@ -124,6 +127,8 @@ class Switches:
         )
         self.table[row.switch] = row
         self._numbers.append(_number(row.switch))
+        if kill:
+            self._kills[row.kill_epoch] = row.switch
         self._enforce(row)
         revision = context.emit(
             Kind.SWITCH_SET,
@@ -193,6 +198,11 @@ class Switches:
     def floor(self, tenant: str) -> int:
         """Leases and records given out under an epoch below this are not current any more."""
         return max(self.floors.get("", 0), self.floors.get(tenant, 0))
+
+    def killed_by(self, tenant: str, kill_epoch: int) -> str:
+        """The switch because of which what was given out under the epoch is not current; empty when it is current."""
+        floor = self.floor(tenant)
+        return "" if kill_epoch >= floor else self._kills.get(floor, f"epoch {floor}")
 
     def concerning(self, tenant: str) -> list[Switch]:
         """In force, of the fleet, the tenant, and its jobs in order of name."""
@@ -298,7 +308,9 @@ class Switches:
         return ended
 
     def _forget(self, switch: str) -> None:
-        del self._ended[switch], self.table[switch]
+        row = self.table.pop(switch)
+        del self._ended[switch]
+        self._kills.pop(row.kill_epoch, None)
         del self._numbers[bisect_left(self._numbers, _number(switch))]
 
 
