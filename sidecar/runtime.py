@@ -28,6 +28,8 @@ class Runtime:
     stopping: bool = False
     # What the server itself has found wrong, for example a disk that is nearly full; empty when nothing is.
     trouble: str = ""
+    # Empty, or that other nodes refuse this process because another one runs with its node id.
+    displaced: Callable[[], str] = lambda: ""
     started_s: float = 0.0  # monotonic
     # Open agent streams by connection id; each value tells its stream that the node is draining (stops_in_ms).
     streams: dict[str, Callable[[int], None]] = field(default_factory=dict)
@@ -38,10 +40,10 @@ class Runtime:
 
     def ready(self) -> str:
         """Empty when this node should be given work, else the reason: it has not caught up, knows no leader with a
-        quorum, is draining, or has found something wrong with itself."""
+        quorum, has no vote, is draining, or has found something wrong with itself."""
         if self.draining:
             return "draining"
-        return self.trouble or self.node.status().reason
+        return self.trouble or self.displaced() or self.node.status().reason
 
     def uptime_ms(self) -> int:
         return int((self.clock.monotonic_s() - self.started_s) * 1000)

@@ -60,7 +60,7 @@ class Status(IntEnum):
 
     STOPPED = 0  # as asked, by SIGTERM or SIGINT
     CONFIG = 2  # settings are wrong: said by the command line, before a sidecar exists
-    STORE = 3  # the data folder cannot be used: corrupt, foreign, locked, full
+    STORE = 3  # the data folder cannot be used: corrupt, foreign, locked, full; or another process is this node
     LISTEN = 4  # an address or the socket cannot be had, or a certificate cannot be used
     FAILED = 5  # the node failed while it was running
 
@@ -82,7 +82,8 @@ class Sidecar:
         self._clock = SystemClock()
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._signals = 0
-        self._ending = asyncio.Event()  # a signal, or a failure
+        self._ending = asyncio.Event()  # a signal, a failure, or another process in our place
+        self._place_taken = False
         self._cleanup = contextlib.AsyncExitStack()
         self._session_call_s = float("-inf")
 
@@ -143,10 +144,12 @@ class Sidecar:
                 peers={peer: split_address(settings.peers[peer]) for peer in settings.peer_ids},
                 insecure=settings.peers_plaintext or not settings.peer_ids,
                 frame_bytes_max=node_settings(settings).frame_bytes_max(),
+                store_id=self._store.store_id,
             ),
             tls.server if tls else None,
             tls.client if tls else None,
         )
+        self._transport.on_displaced = self._displaced
         # A single node has nobody to listen to.
         self._peer_port = self._transport.open() if settings.peer_ids else 0
         self._cleanup.push_async_callback(self._transport.stop)
@@ -180,6 +183,7 @@ class Sidecar:
         self.runtime = Runtime(settings, clock, self._node, facade, hub, self.metrics)
         self.runtime.started_s = clock.monotonic_s()
         self.runtime.observe_request = self._observe_request
+        self.runtime.displaced = self._transport.displaced
 
     async def _start_http(self) -> None:
         self._http = HealthServer(self.metrics, self._live, self._ready)
@@ -246,11 +250,13 @@ class Sidecar:
     # ---- run -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> Status:
-        """Until a signal, and then the drain; or until the node fails."""
+        """Until a signal, and then the drain; or until the node fails, or may not be part of its cluster."""
         await self._ending.wait()
-        if not self._failure.done():
+        if not (self._failure.done() or self._place_taken):
             await self._drain()
-        return Status.FAILED if self._failed() else Status.STOPPED
+        if self._failed():
+            return Status.FAILED
+        return Status.STORE if self._place_taken else Status.STOPPED
 
     def signal(self, name: str) -> None:
         """SIGTERM or SIGINT came; the second one hurries."""
@@ -264,6 +270,13 @@ class Sidecar:
             log.critical("the node failed; this process stops", error=repr(error), exc_info=error)
             self.runtime.trouble = f"the node failed: {error!r}"
             self._failure.set_exception(error)
+            self._ending.set()
+
+    def _displaced(self, reason: str) -> None:
+        """No peer has ever accepted this process, so nobody is served by it."""
+        if not self._ending.is_set():
+            log.critical("another process is this node; this one stops", error=reason)
+            self._place_taken = True
             self._ending.set()
 
     def _failed(self) -> bool:

@@ -260,6 +260,27 @@ async def test_three_nodes_lose_their_leader_twice(folder: Path, started: list[P
     assert not [event for event in second.events() if event["event"] == "leadership was not handed over"]
 
 
+async def test_a_second_process_with_a_node_id_says_so_and_ends(folder: Path, started: list[Process]) -> None:
+    nodes = three(folder)
+    started += nodes.values()
+    for node in nodes.values():
+        node.start()
+    await all_ready(list(nodes.values()))
+    (folder / "second").mkdir()
+    second = Process(folder / "second", "n3", {})
+    second.settings |= {"peers": nodes["n3"].settings["peers"], "peer_listen": f"127.0.0.1:{free_ports(1)[0]}"}
+    started.append(second)
+    second.start()
+    await eventually(lambda: "refused this process" in (second.get("readyz")[1] or {}).get("reason", ""), 30)
+    assert await second.ended() == Status.STORE
+    (said,) = [event["error"] for event in second.events() if event["event"].startswith("another process is this node")]
+    assert "another one runs" in said and "node_id" in said
+    for node in (nodes["n1"], nodes["n2"]):
+        assert peer_counter(node, 'connections_refused_total{cause="double"}') > 0
+        assert peer_counter(node, 'connections_dropped_total{cause="replaced"}') == 0
+    assert nodes["n3"].get("readyz")[0] == 200
+
+
 # ---- drain -----------------------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ _SQLITE_MAGIC = b"SQLite format 3\x00"
 _PAGE_BYTES = 4_096
 _DELETE_ROWS_MAX = 1_000  # compacted rows removed in one transaction: truncating 50,000 at once would stall a turn
 _ENTRY_OVERHEAD_BYTES = 48
+_STORE_ID_BYTES = 16
 _WATERMARK = struct.Struct("<8sQI")
 _WATERMARK_MAGIC = b"TENUMARK"
 
@@ -79,6 +80,7 @@ class _State(msgspec.Struct, kw_only=True):
     commit_index: int = 0
     amnesiac_term: int | None = None
     snapshot: SnapshotMeta | None = None
+    store_id: bytes = b""  # empty in stores of before there was one: they get it at the next open
 
 
 class _Kind(IntEnum):
@@ -181,6 +183,7 @@ class SqliteLogStore:
             self._watermark = os.open(self._watermark_path, os.O_RDWR | os.O_CLOEXEC)
             # By the wall clock, so that a new store is ahead of every life of the disk that it replaces.
             self._state.incarnation = max(self._state.incarnation + 1, time.time_ns() // 1_000_000)
+            self._state.store_id = self._state.store_id or os.urandom(_STORE_ID_BYTES)
             self._changed = True
             self.take()()
             os.fsync(self._watermark)
@@ -376,6 +379,11 @@ class SqliteLogStore:
     @property
     def incarnation(self) -> int:
         return self._state.incarnation
+
+    @property
+    def store_id(self) -> bytes:
+        """Random, made with the store and never changed: tells two stores of one node apart."""
+        return self._state.store_id
 
     @property
     def amnesiac_term(self) -> int | None:

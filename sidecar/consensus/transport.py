@@ -22,6 +22,16 @@ Which connection is in use
   A connection that is not in use any more is dead: nothing is delivered from it, and the node hears
   ``peer_disconnected`` before it hears ``peer_connected`` again.
 
+Two processes with one node id
+  Each Hello names the store (random, made with it; empty from a version that does not name it). Whoever has a
+  connection in use with a node refuses, junior and senior alike, a Hello of the same id from another store, and says
+  so with Refused. First come, first served, and only while that connection lives: a node that comes back with a new
+  disk is let in as soon as the connection of its old process has ended, after ``silence_s`` at the latest.
+  Who is refused cannot know which of the two is the right one, so it goes on, says ``displaced`` and dials again. But
+  a process that no peer has accepted since it started, refused for ``displaced_after_s``, does nobody a service, and
+  might be let in when the other one loses a connection: ``on_displaced`` is called, and it should end.
+  A senior that dials welcomes before it can be refused; until the junior's first sign of life it is not accepted.
+
 Bounds: frame, write queue of a peer (over it the connection is dropped: a slow peer has to catch up), strangers in
 introduction (over it the oldest is dropped, so that slow ones cannot lock out the honest), time for connecting and for
 introduction, and time without a sign of life.
@@ -39,7 +49,7 @@ import os
 import random
 import socket
 import ssl
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -83,6 +93,8 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
     stable_s: float = 2.0  # a connection that lasted this long lets the back-off start anew
     sign_of_life_s: float = 1.0
     silence_s: float = 4.0  # without any byte from the other side
+    store_id: bytes = b""  # the same for each life of a store, another one for another store; empty: not told
+    displaced_after_s: float = 10.0  # more than twice silence_s: by then the connection of a dead process has ended
 
 
 class TransportCounters(msgspec.Struct):
@@ -106,13 +118,18 @@ class _Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
     life: bytes  # random, of this process
     nonce: bytes  # the acceptor's, given back by the dialer; from then on the name of the connection
     seen: bytes  # the name of the connection that was last in use with the other side, empty for none
+    store: bytes = b""
 
 
 class _Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     pass
 
 
-_decode = msgspec.msgpack.Decoder(_Hello | _Welcome).decode
+class _Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Another process of your node id is connected. Only sent to who named a store, and so knows this."""
+
+
+_decode = msgspec.msgpack.Decoder(_Hello | _Welcome | _Refused).decode
 
 
 def identity_uri(cluster_id: str, node_id: str) -> str:
@@ -134,6 +151,8 @@ class _Link:
         self.seen = b""
         self.life, self.life_before = b"", b""  # of the process that was in use last, and of the one before it
         self.failures = 0
+        # Since when, and when last, this peer has told us that another process has our id; -inf for never.
+        self.displaced_since = self.displaced_at = float("-inf")
 
 
 class _Connection(asyncio.Protocol):
@@ -148,6 +167,8 @@ class _Connection(asyncio.Protocol):
         self.in_use = False
         self.introduced = False
         self.confirmed = False  # something came after the welcome: the junior uses it
+        self.accepted = False  # the other side uses it as well
+        self.store = b""  # of the other side
         self.nonce = os.urandom(_NONCE_BYTES)
         self.life = b""  # of the other side
         self.done: asyncio.Future[None] = owner.loop.create_future()  # in use, or dead
@@ -204,6 +225,8 @@ class _Connection(asyncio.Protocol):
                 with memoryview(data) as view, view[start + _LENGTH_BYTES : stop] as part:
                     frame = bytes(part)
                 self.owner.received(self, frame)
+            elif self.in_use and not self.accepted:
+                self.owner.accepted(self)
             start = stop
         return start
 
@@ -303,9 +326,7 @@ class TcpPeerTransport:
         self._links = {peer: _Link(peer, address) for peer, address in settings.peers.items()}
         self._events: PeerEvents | None = None
         self._listeners: list[socket.socket] = []
-        self._pauses: dict[
-            socket.socket, asyncio.TimerHandle
-        ] = {}  # listeners that wait until accepting may work again
+        self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}  # listeners that accept nobody for a moment
         self.bound_to: list[tuple[str, int]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[_Connection, asyncio.Task[None]] = {}  # in order of arrival
@@ -316,6 +337,8 @@ class TcpPeerTransport:
         self._life = os.urandom(_NONCE_BYTES)
         self._watch: asyncio.TimerHandle | None = None
         self._stopped = False
+        self._ever_accepted = False
+        self.on_displaced: Callable[[str], None] = lambda reason: None  # may be called more than once
         self._check_settings()
 
     def _check_settings(self) -> None:
@@ -607,12 +630,18 @@ class TcpPeerTransport:
             life=self._life,
             nonce=connection.nonce,
             seen=connection.dialed.seen if connection.dialed is not None else b"",
+            store=self.settings.store_id,
         )
         connection.put(msgspec.msgpack.encode(hello))
         connection.flush()
 
     def received(self, connection: _Connection, frame: bytes) -> None:
         """A whole frame of a connection that is not dead."""
+        if connection.in_use and not connection.accepted:
+            if _is_refusal(frame):
+                self._displaced_by(connection)
+                return
+            self.accepted(connection)
         if connection.in_use:
             assert connection.link is not None and self._events is not None
             self.counters.frames_received += 1
@@ -628,6 +657,8 @@ class TcpPeerTransport:
             self._hello(connection, message)
         elif isinstance(message, _Welcome) and connection.introduced:
             self._welcomed(connection)
+        elif isinstance(message, _Refused) and connection.introduced:
+            self._displaced_by(connection)
         else:
             self.refuse(connection, "garbage", "an introduction in the wrong order")
 
@@ -638,6 +669,11 @@ class TcpPeerTransport:
             return
         link = connection.link = self._links[hello.node_id]
         connection.introduced, connection.life, connection.nonce = True, hello.life, hello.nonce
+        connection.store = hello.store
+        if self._is_a_double(connection, link.current):
+            # Whom we dialled does not know yet who we are: it hears it when it dials.
+            self._refuse_double(connection, tell=connection.dialed is None)
+            return
         if connection.dialed is not None:
             if link.current is not None:  # the other side's dial was faster
                 self.drop(connection, "late", reset=False)
@@ -650,6 +686,20 @@ class TcpPeerTransport:
             connection.put(msgspec.msgpack.encode(_Welcome()))
             connection.flush()
             self._use(connection, link)
+
+    @staticmethod
+    def _is_a_double(connection: _Connection, current: _Connection | None) -> bool:
+        return current is not None and connection.store != current.store and bool(connection.store and current.store)
+
+    def _refuse_double(self, connection: _Connection, *, tell: bool) -> None:
+        assert connection.link is not None
+        if tell:
+            connection.put(msgspec.msgpack.encode(_Refused()))
+        words = (
+            f"another process runs as node {connection.link.peer}, with a data folder of its own, and is connected: "
+            f"stop the wrong one, each needs a node_id of its own"
+        )
+        self.refuse(connection, "double", words, gently=True)
 
     def _crossed(self, current: _Connection | None, hello: _Hello) -> bool:
         """Whether the junior that sent this will find our welcome on the current connection, or already has."""
@@ -694,8 +744,11 @@ class TcpPeerTransport:
         assert link is not None
         if self._senior_to(link.peer):
             self.refuse(connection, "garbage", "a welcome from a node that has no say in it")
+        elif self._is_a_double(connection, link.current):  # the other one was faster
+            self._refuse_double(connection, tell=True)
         else:
             self._use(connection, link)
+            self.accepted(connection)
             connection.show_life()
 
     # -- the connection in use -----------------------------------------------------------------------------------------
@@ -716,7 +769,8 @@ class TcpPeerTransport:
         self._events.peer_connected(link.peer)
 
     def _look_for_a_double(self, link: _Link, life: bytes) -> None:
-        """A process that comes back after another one had its place has not ended: two of them have one id."""
+        """A process that comes back after another one had its place has not ended: two of them have one id. Their
+        stores are copies of one another, or not told: else the second would have been refused."""
         if life == link.life:
             return
         if life == link.life_before:
@@ -724,12 +778,46 @@ class TcpPeerTransport:
             self._warn("double", link.peer, words)
         link.life, link.life_before = life, link.life
 
-    def drop(self, connection: _Connection, reason: str, *, reset: bool) -> None:
+    # -- two processes with our id -------------------------------------------------------------------------------------
+
+    def accepted(self, connection: _Connection) -> None:
+        """The other side uses this connection, too."""
+        assert connection.link is not None
+        connection.accepted = self._ever_accepted = True
+        connection.link.displaced_since = connection.link.displaced_at = float("-inf")
+
+    def displaced(self) -> str:
+        """Empty, or who says (lately) that another process has our node id."""
+        told_since = self.loop.time() - self.settings.silence_s  # a dial comes more often than that
+        by = sorted(link.peer for link in self._links.values() if link.displaced_at > told_since)
+        if not by:
+            return ""
+        return (
+            f"{', '.join(by)} refused this process: another one runs (or did a moment ago) as node "
+            f"{self.settings.node_id}, with a data folder of its own. What to do: stop the wrong one; each needs a "
+            f"node_id of its own"
+        )
+
+    def _displaced_by(self, connection: _Connection) -> None:
+        link, now = connection.link, self.loop.time()
+        assert link is not None
+        if now - link.displaced_at > self.settings.silence_s:
+            link.displaced_since = now
+        link.displaced_at = now
+        self._warn("displaced", link.peer, self.displaced())
+        self._count_refused("displaced")
+        self.drop(connection, "displaced", reset=False)
+        if not self._ever_accepted and now - link.displaced_since >= self.settings.displaced_after_s:
+            self.on_displaced(self.displaced())
+
+    # -- the end of a connection ---------------------------------------------------------------------------------------
+
+    def drop(self, connection: _Connection, reason: str, *, reset: bool, gently: bool = False) -> None:
         """End a connection. If it was in use, the node hears of it soon: not now, because this may be its own call."""
         link = connection.link
         if connection.dead:
             return
-        connection.kill()
+        connection.kill(gently=gently)
         self._strangers.pop(connection, None)
         if link is None or link.current is not connection:
             return
@@ -772,7 +860,7 @@ class TcpPeerTransport:
 
     # -- what went wrong -----------------------------------------------------------------------------------------------
 
-    def refuse(self, connection: _Connection, reason: str, words: str) -> None:
+    def refuse(self, connection: _Connection, reason: str, words: str, *, gently: bool = False) -> None:
         """End a connection that broke the rules, with a warning. Nothing it sent was delivered, or will be."""
         if connection.dead:
             return
@@ -783,7 +871,7 @@ class TcpPeerTransport:
         task = self._strangers.pop(connection, None)
         if task is not None and connection.transport is None and task is not asyncio.current_task(self.loop):
             task.cancel()  # still in the TLS handshake
-        self.drop(connection, "refused", reset=False)
+        self.drop(connection, "refused", reset=False, gently=gently)
 
     def _count_refused(self, reason: str) -> None:
         self.counters.refused[reason] = self.counters.refused.get(reason, 0) + 1
@@ -797,6 +885,13 @@ class TcpPeerTransport:
             return
         self._logged_at[reason, who] = (now, 0)
         _log.warning("%s%s", words, f" ({withheld} more like this)" if withheld else "")
+
+
+def _is_refusal(frame: bytes) -> bool:
+    try:
+        return isinstance(_decode(frame), _Refused)
+    except msgspec.DecodeError:
+        return False
 
 
 @contextlib.contextmanager

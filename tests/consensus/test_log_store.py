@@ -90,6 +90,7 @@ def test_all_of_it_survives_a_restart(tmp_path: Path) -> None:
     assert everything(again) == entries(1, 5) and again.size_bytes == size_bytes > 0
     assert again.snapshot == meta(2)
     assert again.incarnation > incarnation and not again.fresh
+    assert again.store_id == store.store_id and len(store.store_id) == 16
     again.close()
     again.close()
 
@@ -103,8 +104,22 @@ def test_a_new_store_is_ahead_of_every_life_of_the_one_that_was_lost(tmp_path: P
         lost.close()
     wait_until(lambda: time.time_ns() // 1_000_000 > lives[-1])
     new = SqliteLogStore(tmp_path / "new", IDENTITY)
-    assert new.incarnation > max(lives)
+    assert new.incarnation > max(lives) and new.store_id != lost.store_id
     new.close()
+
+
+def test_a_store_of_before_store_ids_gets_one_that_stays(tmp_path: Path) -> None:
+    store = SqliteLogStore(tmp_path, IDENTITY)
+    assert store._state.store_id
+    store._state.store_id = b""  # as it is read from a state without the field
+    store.set_term(1, None)
+    store.close()
+    lives = []
+    for _ in range(2):
+        later = SqliteLogStore(tmp_path, IDENTITY)
+        lives.append(later.store_id)
+        later.close()
+    assert lives[0] == lives[1] != b""
 
 
 def test_a_crash_before_anything_was_stored_leaves_it_fresh(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ class Raw:
         """Answer the acceptor's introduction."""
         theirs = msgspec.msgpack.decode(await self.read(), type=module._Hello)
         self.name = theirs.nonce
-        ours = msgspec.structs.replace(theirs, node_id=name, life=self.life, seen=b"")
+        ours = msgspec.structs.replace(theirs, node_id=name, life=self.life, seen=b"", store=b"")
         self.send(msgspec.msgpack.encode(msgspec.structs.replace(ours, **changes)))
 
     async def join(self, name: str = "n2", **changes: Any) -> None:
@@ -375,6 +375,102 @@ def test_two_processes_with_one_id_are_told_from_a_restart(run: Run, caplog: pyt
                 await raw.join()
                 assert caplog.text.count("two processes run as node n2") == said
                 await raw.close()
+
+    run(scenario())
+
+
+def test_a_process_with_another_store_is_refused_while_the_first_is_connected(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with transport(store_id=b"of n1") as (one, node):
+            first = await Raw.dial(one)
+            await first.join(store=b"first")
+            second = await Raw.dial(one)
+            await second.hello(store=b"second")
+            assert msgspec.msgpack.decode(await second.read(), type=module._Refused)
+            assert await second.closed()
+            assert node.heard == [("connected", "n2")] and one.counters.refused == {"double": 1}
+            assert "another process runs as node n2, with a data folder of its own" in caplog.text
+            again = await Raw.dial(one)
+            await again.join(store=b"first")  # a new life of the same store
+            await again.close()
+            await eventually(lambda: not one.connected("n2"))
+            replaced = await Raw.dial(one)
+            await replaced.join(store=b"second")  # its disk was lost, and its old process is gone
+            for raw in (first, second, replaced):
+                await raw.close()
+
+    run(scenario())
+
+
+def test_a_hello_of_a_version_without_stores_is_accepted(run: Run) -> None:
+    async def scenario() -> None:
+        async with transport(store_id=b"of n1") as (one, node):
+            first = await Raw.dial(one)
+            await first.join(store=b"first")
+            older = await Raw.dial(one)
+            hello = msgspec.msgpack.decode(await older.read())
+            assert hello.pop("store") == b"of n1"
+            older.send(msgspec.msgpack.encode(hello | {"node_id": "n2", "life": older.life, "seen": b""}))
+            assert msgspec.msgpack.decode(await older.read(), type=module._Welcome)
+            await heard(node, [("connected", "n2"), ("given up", "n2"), ("connected", "n2")])
+            await first.close()
+            await older.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("doubled", "peer"), [("n1", "n2"), ("n2", "n1")])
+@pytest.mark.parametrize("secure", [True, False])
+def test_who_is_refused_as_a_double_is_told(
+    run: Run, authorities: dict[str, Path], doubled: str, peer: str, secure: bool
+) -> None:
+    """Whichever of the two is the senior, and until the first process is gone."""
+
+    async def scenario() -> None:
+        tls = {name: contexts(authorities["ours"], name) if secure else None for name in (doubled, peer)}
+        quick: dict[str, Any] = {"backoff_max_s": 0.1, "sign_of_life_s": 0.1, "displaced_after_s": 0.2}
+        reasons: list[str] = []
+        async with (
+            transport(peer, [doubled], tls[peer], store_id=b"p", **quick) as (one, node),
+            transport(doubled, [peer], tls[doubled], store_id=b"second", **quick) as (second, _),
+        ):
+            second.on_displaced = reasons.append
+            async with transport(doubled, [peer], tls[doubled], store_id=b"first", **quick) as (first, first_node):
+                first.set_address(peer, ("127.0.0.1", port(one)))
+                await eventually(lambda: first.connected(peer) and one.connected(doubled))
+                second.set_address(peer, ("127.0.0.1", port(one)))
+                await eventually(lambda: reasons)
+                assert f"{peer} refused this process" in reasons[0] and second.displaced() == reasons[0]
+                assert one.counters.refused["double"] >= 2 and not first.displaced() and not one.displaced()
+                assert node.heard == [("connected", doubled)] and first_node.heard == [("connected", peer)]
+            await eventually(lambda: one.connected(doubled) and second.connected(peer) and not second.displaced())
+
+    run(scenario())
+
+
+def test_who_was_accepted_by_a_peer_goes_on_when_another_refuses_it(run: Run) -> None:
+    """Else a second process could end the first."""
+
+    async def scenario() -> None:
+        reasons: list[str] = []
+        quick: dict[str, Any] = {"backoff_max_s": 0.1, "displaced_after_s": 0.0}
+        async with (
+            transport("n2", ["n1"], store_id=b"of n2") as (other, _),
+            transport("n3", ["n1"], store_id=b"of n3") as (another, _),
+            transport("n1", store_id=b"right", **quick) as (right, _),
+            transport("n1", store_id=b"wrong", **quick) as (wrong, _),
+        ):
+            right.on_displaced = reasons.append
+            right.set_address("n3", ("127.0.0.1", port(another)))
+            wrong.set_address("n2", ("127.0.0.1", port(other)))
+            await eventually(lambda: other.connected("n1") and another.connected("n1"))
+            await eventually(lambda: right._ever_accepted)
+            right.set_address("n2", ("127.0.0.1", port(other)))
+            await eventually(lambda: right.counters.refused.get("displaced", 0) >= 2)
+            assert "n2 refused this process" in right.displaced() and not reasons
+            assert another.connected("n1") and not wrong.displaced()
 
     run(scenario())
 
