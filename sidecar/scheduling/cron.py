@@ -196,14 +196,14 @@ def errors(expression: str) -> list[CronError]:
     fields = fields_of(text)
     if len(fields) != len(FIELDS):
         return [CronError("cron", text, _about_count(len(fields)))]
-    found = [error for index, field in enumerate(fields) for error in _errors_of_field(index, field)]
-    if not found:
-        # The fields are right one by one: what is left is a date that does not exist.
-        try:
-            CronSim(" ".join(fields), ANY_DAY)
-        except CronSimError:
-            found.append(never(text))
-    return found
+    try:
+        CronSim(" ".join(fields), ANY_DAY)
+        readable = True
+    except CronSimError:
+        readable = False
+    found = [error for index, field in enumerate(fields) for error in _errors_of_field(index, field, readable)]
+    # If the fields are right one by one, it is that the date does not exist.
+    return found if found or readable else [never(text)]
 
 
 def never(expression: str) -> CronError:
@@ -226,20 +226,25 @@ def _about_count(count: int) -> str:
     return f"{count} fields, five are needed: {names}"
 
 
-def _errors_of_field(index: int, field: str) -> list[CronError]:
+def _errors_of_field(index: int, field: str, readable: bool) -> list[CronError]:
     found = []
     for term in field.split(","):
         hint = _refused(index, term)
-        if not hint:
-            alone = ["*"] * len(FIELDS)
-            alone[index] = term
-            try:
-                CronSim(" ".join(alone), ANY_DAY)
-                continue
-            except CronSimError:
-                hint = f"{ALLOWED[index]}; {FORMS}"
-        found.append(CronError(f"cron {FIELDS[index]}", term, hint))
+        if not hint and not (readable or _is_readable(index, term)):
+            hint = f"{ALLOWED[index]}; {FORMS}"
+        if hint:
+            found.append(CronError(f"cron {FIELDS[index]}", term, hint))
     return found
+
+
+def _is_readable(index: int, term: str) -> bool:
+    fields = ["*"] * len(FIELDS)
+    fields[index] = term
+    try:
+        CronSim(" ".join(fields), ANY_DAY)
+    except CronSimError:
+        return False
+    return True
 
 
 def _refused(index: int, term: str) -> str:

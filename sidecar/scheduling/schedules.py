@@ -107,7 +107,7 @@ class OnceTimes:
 
 
 class Compiled:
-    """Get it from ``compile()``."""
+    """Get it from ``compile_schedule()``."""
 
     def __init__(self, spec: Schedule, times: Times) -> None:
         self.spec = spec
@@ -170,7 +170,7 @@ class Compiled:
 
 
 @lru_cache(maxsize=COMPILED_MAX)
-def compile(spec: Schedule) -> Compiled:
+def compile_schedule(spec: Schedule) -> Compiled:
     """Raises ScheduleError if ``problems`` has anything but that the schedule never fires: new time zone data must
     not make a job unreadable."""
     wrong = _malformed(spec)
@@ -197,7 +197,7 @@ def problems(spec: Schedule) -> list[Problem]:
     found = _malformed(spec)
     if found or spec.kind is ScheduleKind.MANUAL:
         return found
-    compiled = compile(spec)
+    compiled = compile_schedule(spec)
     forever = isinstance(compiled.times, ZonedPattern) and not spec.end_ms
     if compiled.next_after(RECENT_MS if forever else -1) is not None:
         return []

@@ -19,7 +19,8 @@ DAY_MS = 86_400_000
 BLOCK_DAYS = 400
 BLOCK_MS = BLOCK_DAYS * DAY_MS
 # No two changes of a zone since 1970 are closer than six days; a test compares what is found with the tables.
-PROBE_MS = 3 * DAY_MS
+PROBE_S = 6 * 86_400
+MILLISECOND = timedelta(milliseconds=1)
 
 
 class UnknownZoneError(ValueError):
@@ -47,9 +48,12 @@ class Zone:
 
     def offset_ms(self, at_ms: int) -> int:
         """What local time is ahead of UTC."""
-        offset = datetime.fromtimestamp(at_ms // 1000, self._info).utcoffset()
+        return self.offset_at_second(at_ms // 1000) // MILLISECOND
+
+    def offset_at_second(self, at_s: int) -> timedelta:
+        offset = datetime.fromtimestamp(at_s, self._info).utcoffset()
         assert offset is not None
-        return offset // timedelta(milliseconds=1)
+        return offset
 
     def local(self, at_ms: int) -> str:
         """ "2026-03-29 03:00:00 +02:00 CEST"; milliseconds only where there are any."""
@@ -111,27 +115,30 @@ def local(due_ms: int, zone_name: str) -> str:
     return zone(zone_name).local(due_ms)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=16_384)
 def _changes_of_block(zone: Zone, block: int) -> tuple[Change, ...]:
     found = []
-    start, end = block * BLOCK_MS, (block + 1) * BLOCK_MS
-    before = zone.offset_ms(start - 1)
-    for probe in range(start, end, PROBE_MS):
-        last = min(probe + PROBE_MS, end) - 1
-        after = zone.offset_ms(last)
+    # One second before the block, then the last second of each stretch.
+    low = block * BLOCK_MS // 1000 - 1
+    end = (block + 1) * BLOCK_MS // 1000
+    before = zone.offset_at_second(low)
+    while low < end - 1:
+        high = min(low + PROBE_S, end - 1)
+        after = zone.offset_at_second(high)
         if after != before:
-            found.append(Change(_moment_of_change(zone, probe - 1000, last, after), before, after))
+            moment = _moment_of_change(zone, low, high, after)
+            found.append(Change(moment * 1000, before // MILLISECOND, after // MILLISECOND))
             before = after
+        low = high
     return tuple(found)
 
 
-def _moment_of_change(zone: Zone, before_ms: int, after_ms: int, offset_ms: int) -> int:
-    """The first moment with this offset, which holds at after_ms and not at before_ms."""
-    low, high = before_ms // 1000, after_ms // 1000
+def _moment_of_change(zone: Zone, low: int, high: int, offset: timedelta) -> int:
+    """The first second with this offset, which holds at second high and not at second low."""
     while high - low > 1:
         middle = (low + high) // 2
-        if zone.offset_ms(middle * 1000) == offset_ms:
+        if zone.offset_at_second(middle) == offset:
             high = middle
         else:
             low = middle
-    return high * 1000
+    return high
