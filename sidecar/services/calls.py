@@ -31,13 +31,13 @@ class Caller:
     sequence: int = 0
     acknowledged: int = 0
 
-    def tenant_of(self, stated: str) -> str:
+    def tenant_of(self, stated: str, field: str = "tenant") -> str:
         if self.tenant and stated in ("", self.tenant):
             return self.tenant
-        known = check.tenant(stated, self.tenants)
+        known = check.tenant(stated, self.tenants, field)
         if self.tenant:
             message = f"the stream belongs to tenant {self.tenant}; leave the field empty"
-            raise problem(Problem.FIELD_INVALID, message, field="tenant", value=stated)
+            raise problem(Problem.FIELD_INVALID, message, field=field, value=stated)
         return known
 
     def session_of(self, stated: str) -> str:

@@ -3,6 +3,7 @@
 Allowed:
 * tenant: 1 to 64 characters out of a-z, A-Z, 0-9, ``.``, ``_`` and ``-``, and configured on this sidecar;
 * lease name: 1 to 256 bytes of printable UTF-8 (no control characters), without a space or a slash at either end;
+* job name: 1 to 128 bytes of printable UTF-8, without a slash, a space at either end, or a ``*`` at the end;
 * idempotency key: 1 to 512 bytes of UTF-8, not only white space;
 * ids (session, request): at most 128 bytes, printable;
 * free text (metadata, agent info, errors, actor, reason): any UTF-8 up to the field's limit.
@@ -16,6 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from sidecar.core import commands
+from sidecar.core.specification import JOB_NAME_BYTES_MAX
 from sidecar.services.errors import ApiError, Problem, problem, shorten
 
 SESSION_ID_BYTES_MAX = 128
@@ -40,15 +42,15 @@ def size_of(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def tenant(value: str, configured: Sequence[str]) -> str:
+def tenant(value: str, configured: Sequence[str], field: str = "tenant") -> str:
     """A configured tenant; NOT_FOUND when it is well formed but unknown here."""
     if value in configured:
         return value
     if not _TENANT.fullmatch(value) or len(value) > commands.TENANT_BYTES_MAX:
         allowed = f"1 to {commands.TENANT_BYTES_MAX} characters out of a-z, A-Z, 0-9, '.', '_' and '-'"
-        raise invalid(Problem.TENANT_INVALID, "tenant", value, allowed)
+        raise invalid(Problem.TENANT_INVALID, field, value, allowed)
     message = f"this sidecar has no tenant {value!r}; TENURE_TENANTS of the sidecar lists those it has"
-    raise problem(Problem.TENANT_NOT_FOUND, message, field="tenant", value=value)
+    raise problem(Problem.TENANT_NOT_FOUND, message, field=field, value=value)
 
 
 def lease_name(value: str, field: str = "name") -> str:
@@ -56,6 +58,28 @@ def lease_name(value: str, field: str = "name") -> str:
         allowed = f"1 to {commands.NAME_BYTES_MAX} bytes of printable UTF-8 without a space or a slash at either end"
         raise invalid(Problem.NAME_INVALID, field, value, allowed)
     return value
+
+
+def job_name(value: str, field: str = "name") -> str:
+    fits = size_of(value) <= JOB_NAME_BYTES_MAX and value.isprintable() and value.strip() == value
+    if not value or not fits or "/" in value or value.endswith("*"):
+        allowed = f"1 to {JOB_NAME_BYTES_MAX} bytes of printable UTF-8 without '/', outer spaces, or '*' at the end"
+        raise invalid(Problem.NAME_INVALID, field, value, allowed)
+    return value
+
+
+def job_patterns(values: Sequence[str], field: str = "jobs") -> tuple[str, ...]:
+    """Names, or beginnings of names that end with ``*``; each once, in the order given."""
+    number(len(values), field, 0, commands.SERVED_JOBS_MAX)
+    for index, value in enumerate(values):
+        if value.endswith("*"):
+            start = value[:-1]
+            if size_of(start) > JOB_NAME_BYTES_MAX or not start.isprintable() or "/" in start or start[-1:] == "*":
+                allowed = "a job's name, or the beginning of names and one '*'"
+                raise invalid(Problem.NAME_INVALID, f"{field}[{index}]", value, allowed)
+        else:
+            job_name(value, f"{field}[{index}]")
+    return tuple(dict.fromkeys(values))
 
 
 def prefix(value: str, bytes_max: int) -> str:
