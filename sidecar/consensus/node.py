@@ -106,7 +106,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     first_index: int
     snapshot_index: int
     voter: bool
-    ready: bool  # has applied everything that was committed when it (re)joined, and knows a leader with a quorum
+    ready: bool  # a voter that has applied what was committed when it (re)joined, and knows a leader with a quorum
     reason: str  # why not ready
     peers: dict[
         str, tuple[bool, int, int]
@@ -426,7 +426,10 @@ class Node:
             return "" if self.is_leader() else "a quorum has not answered lately"
         seen_s = raft.leader_seen_s()
         silent = seen_s is None or now - seen_s > self.settings.election_max_ms / 1000
-        return "the leader is silent" if silent else ""
+        if silent:
+            return "the leader is silent"
+        # It serves its agents all the same; but who waits for it before stopping the next node must wait for its vote.
+        return "" if raft.is_voter() else "not a voter yet: it lost its store (or is new) and is catching up"
 
     def is_leader(self) -> bool:
         """Leader, and heard from a quorum recently enough to act as one."""

@@ -88,6 +88,21 @@ def test_an_empty_node_neither_votes_nor_stands_nor_counts_until_it_is_admitted(
     assert cluster.converged()
 
 
+def test_a_node_that_lost_its_store_is_ready_when_it_may_vote_and_not_before() -> None:
+    cluster = Cluster(3)
+    cluster.leader()
+    cluster.propose(b"before")
+    lost = cluster.followers()[0]
+    cluster.lose_disk(lost.name)
+    cluster.restart(lost.name)
+    node = lost.node
+    assert node is not None
+    cluster.run_until(lambda: node.status().reason.startswith("not a voter yet: it lost its store"))
+    assert lost.application.applied == [b"before"] and not voter(lost)
+    cluster.run_until(lambda: node.status().ready)
+    assert voter(lost)
+
+
 def test_an_admitted_node_votes_only_in_newer_terms() -> None:
     cluster = Cluster(3)
     leader = cluster.leader()
