@@ -77,7 +77,7 @@ def test_every_text_payload_and_number_of_a_command_has_a_bound(kind: type[msgsp
     texts, payloads, numbers = bounds._CHECKS[kind]
     bounded = {name for name, *_ in (*texts, *payloads, *numbers)}
     # Compared with the state, never stored before they were found in it.
-    compared = {"token", "attempt", "fence_token"}
+    compared = {"token", "attempt", "fence_token", "due_ms", "sequence", "revision"}
     for name, hint in get_type_hints(kind).items():
         if hint in (str, bytes, int):
             assert name in bounded | compared, f"{kind.__name__}.{name}"
@@ -107,9 +107,16 @@ def test_limits_and_tags_are_what_they_were() -> None:
         "OpenSession": 10, "RenewSessions": 11, "AttachSession": 12, "DetachSession": 13, "CloseSession": 14,
         "AcquireLease": 20, "CancelWait": 21, "ReleaseLease": 22, "TransferLease": 23,
         "BeginRecord": 30, "CompleteRecord": 31, "FailRecord": 32, "ResolveRecord": 33,
+        "ApplyJobs": 40, "DeleteJob": 41, "RollbackJob": 42, "SettleDue": 43, "SetTzdata": 44, "TriggerJob": 45,
+        "BackfillJob": 46,
+        "ServeJobs": 50, "ClaimRun": 51, "CheckpointRun": 52, "CompleteRun": 53, "FailRun": 54,
+        "AcknowledgeInterrupt": 55, "InterruptRun": 56, "ResolveOccurrence": 57,
+        "SetSwitch": 60, "ClearSwitch": 61,
     }  # fmt: skip
     results = {kind.__name__: kind.__struct_config__.tag for kind in get_args(c.Result)}
     assert results == {
         "Done": 1, "Refused": 2, "SessionOpened": 10, "SessionsRenewed": 11, "SessionAttached": 12,
         "LeaseGranted": 20, "LeaseQueued": 21, "LeaseTransferred": 22, "RecordBegun": 30, "RecordCompleted": 31,
+        "JobsApplied": 40, "JobRolledBack": 41, "OccurrenceCreated": 42, "Backfilled": 43,
+        "RunClaimed": 50, "RunFailed": 51, "SwitchIsSet": 60,
     }  # fmt: skip
