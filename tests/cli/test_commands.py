@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 from sidecar.config import Settings, flag
 
@@ -36,6 +39,41 @@ def test_a_light_command_does_not_import_what_it_does_not_need() -> None:
     script = f"import sys, sidecar.cli.app; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# Says so when the command imports one of the modules, and waits there for ever.
+HANGING_IMPORT = """
+import sys, time
+class Hanging:
+    def find_spec(self, name, path, target=None):
+        if name == {name!r}:
+            print("importing", flush=True)
+            time.sleep(600)
+sys.meta_path.insert(0, Hanging())
+sys.argv = ["tenure", "serve"]
+from sidecar.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("module", ["typer", "sidecar.config", "sidecar.server"])
+def test_a_signal_before_the_sidecar_serves_ends_it_in_order(
+    module: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    settings = {"NODE_ID": "n1", "CLUSTER_ID": "c1", "PEERS": "n1=127.0.0.1:7000", "DATA_DIR": str(tmp_path)}
+    environment = CLEAN | {f"TENURE_{name}": value for name, value in settings.items()}
+    command = [sys.executable, "-c", HANGING_IMPORT.format(name=module)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            assert process.stdout.readline() == "importing\n", process.stderr.read()
+            process.send_signal(number)
+            assert (process.wait(30), process.stderr.read()) == (0, "")
+        finally:
+            process.kill()
 
 
 def test_there_is_a_flag_for_every_setting() -> None:
