@@ -77,6 +77,12 @@ TABLE: list[tuple[str, str, tuple[DstPolicy, ...], str, list[str]]] = [
      ["2026-10-25T00:30", "2026-10-25T02:30", "2026-10-26T02:30"]),
     # A day that a zone left out is a correction: nothing is moved.
     ("0 12 30 12 *", "Pacific/Apia", ALL, "2010-12-31T00:00", ["2012-12-29T22:00"]),
+    # So is one of three hours, at Casey, forward and back.
+    ("30 1 * * *", "Antarctica/Casey", ALL, "2020-10-02T17:30", ["2020-10-02T17:30", "2020-10-04T14:30"]),
+    ("30 1 * * *", "Antarctica/Casey", (V, K), "2023-03-07T14:30",
+     ["2023-03-07T14:30", "2023-03-08T14:30", "2023-03-08T17:30", "2023-03-09T17:30"]),
+    ("30 1 * * *", "Antarctica/Casey", (N, S), "2023-03-07T14:30",
+     ["2023-03-07T14:30", "2023-03-08T14:30", "2023-03-09T17:30"]),
     # Sparse dates.
     ("0 0 29 2 *", "UTC", ALL, "2096-03-01T00:00", ["2104-02-29T00:00"]),
     ("0 0 29 2 *", "America/New_York", ALL, "2096-03-01T00:00", ["2104-02-29T05:00", "2108-02-29T05:00"]),

@@ -1,4 +1,4 @@
-"""What is due, found the slow way: every local minute is asked whether it matches, and mapped to UTC by the policy.
+"""What is due, found the slow way: each local time that matches, one by one, mapped to UTC by the policy.
 
 Nothing of the scheduling package is used: the expressions are made here together with what they mean, and zones are
 read from the tables by zoneinfo. Works on changes of less than three hours.
@@ -29,13 +29,11 @@ class Expression(NamedTuple):
     hours: frozenset[int]
     fits_day: Callable[[date], bool]
 
-    def fits(self, moment: datetime) -> bool:
-        return (
-            moment.minute in self.minutes
-            and moment.hour in self.hours
-            and moment.second == 0
-            and self.fits_day(moment.date())
-        )
+    def times_of_day(self, day: date) -> list[datetime]:
+        """Local times that match."""
+        if not self.fits_day(day):
+            return []
+        return [datetime(day.year, day.month, day.day, hour, minute) for hour in self.hours for minute in self.minutes]
 
     @property
     def wildcard(self) -> bool:
@@ -43,7 +41,7 @@ class Expression(NamedTuple):
 
 
 @st.composite
-def terms(draw: st.DrawFn, low: int, high: int, names: tuple[str, ...] = ()) -> tuple[str, frozenset[int]]:
+def terms(draw: st.DrawFn, low: int, high: int, names: tuple[str, ...]) -> tuple[str, frozenset[int]]:
     """One term of a field, and the numbers that it stands for."""
 
     named = bool(names) and draw(st.booleans())
@@ -53,7 +51,7 @@ def terms(draw: st.DrawFn, low: int, high: int, names: tuple[str, ...] = ()) -> 
 
     first = draw(st.integers(low, high))
     last = draw(st.integers(first, high))
-    step = draw(st.integers(1, high - low + 1))
+    step = draw(st.integers(1, high - low))
     kind = draw(st.sampled_from(("one", "one", "range", "from", "steps", "all steps")))
     if kind == "one":
         return word(first), frozenset({first})
@@ -103,8 +101,8 @@ def days_of_week(draw: st.DrawFn) -> tuple[str, Callable[[date], bool]]:
         nth = draw(st.integers(1, 5))
         name = draw(st.sampled_from((str(weekday), WEEKDAYS[weekday % 7])))
         return f"{name}#{nth}", lambda day: day.isoweekday() % 7 == weekday % 7 and (day.day - 1) // 7 + 1 == nth
-    text, values = draw(numbers(0, 6, WEEKDAYS))
-    return text, lambda day: day.isoweekday() % 7 in values
+    text, values = draw(numbers(0, 7, (*WEEKDAYS, "7")))
+    return text, lambda day: day.isoweekday() in values or day.isoweekday() % 7 in values
 
 
 @st.composite
@@ -137,13 +135,13 @@ def table(zone: str) -> ZoneInfo:
 
 def walk(expression: Expression, zone: str, policy: DstPolicy, from_ms: int, until_ms: int) -> list[int]:
     """All due times with from_ms <= t < until_ms, in UTC milliseconds."""
-    found = set()
-    local = datetime.fromtimestamp(from_ms // 60_000 * 60, UTC).replace(tzinfo=None) - timedelta(days=1)
-    end = datetime.fromtimestamp(until_ms // 1000, UTC).replace(tzinfo=None) + timedelta(days=1)
-    while local < end:
-        if expression.fits(local):
+    found: set[int] = set()
+    day, end = (datetime.fromtimestamp(at // 1000, UTC).date() for at in (from_ms, until_ms))
+    day -= timedelta(days=1)
+    while day <= end + timedelta(days=1):
+        for local in expression.times_of_day(day):
             found.update(utc_times(local, table(zone), policy, expression.wildcard))
-        local += MINUTE
+        day += timedelta(days=1)
     return sorted(at for at in found if from_ms <= at < until_ms)
 
 
