@@ -379,7 +379,7 @@ def load(flags: Mapping[str, object] | None = None, file: Path | None = None) ->
     problems: list[Problem] = []
     from_file = dict(_read_file(file, problems)) if file else {}
     from_flags = {name: value for name, value in (flags or {}).items() if value is not None}
-    problems += [*_unknown(from_file, FILE), *_unknown(from_flags, FLAG), *_unknown_variables(os.environ)]
+    problems += [*_unknown(from_file, FILE), *_unknown(from_flags, FLAG), *unknown_variables(os.environ)]
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
     for source, found in ((FILE, from_file), (ENVIRONMENT, EnvSettingsSource(Settings)()), (FLAG, from_flags)):
@@ -418,7 +418,8 @@ def _unknown(found: Mapping[str, object], source: str) -> Iterator[Problem]:
             )
 
 
-def _unknown_variables(environment: Mapping[str, str]) -> Iterator[Problem]:
+def unknown_variables(environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Variables that look like ours and are read by no program of ours."""
     known = {variable(name) for name in Settings.model_fields} | OTHER_VARIABLES
     for name in sorted(environment):
         upper = name.upper()

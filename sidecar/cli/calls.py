@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
+import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 PAGE_SIZE = 500
+TELL_AFTER_S = 1.0  # of waiting in silence
+
+# What commands that call a sidecar, the client and its agents read. Other names are looked up in the sidecar's
+# settings, whose import would take longer than most commands.
+VARIABLES = frozenset(
+    f"TENURE_{name}"
+    for name in (
+        "ADDRESS", "TENANT", "ACTOR", "TLS_CA", "TLS_CERT", "TLS_KEY", "LEASE", "FENCING_TOKEN", "AGENT", "LOG",
+        "CONFIG",
+    )
+)  # fmt: skip
 
 TlsCa = Annotated[
     Path | None,
@@ -61,14 +74,53 @@ class Target:
             raise CliError(str(error), reason="USAGE", status=USAGE) from error
         missing = []
         for candidate in candidates:
-            found = await addresses.probe(candidate, self.timeout)
+            with self.telling(str(candidate), self.timeout):
+                found = await addresses.probe(candidate, self.timeout)
             if found.listening:
                 async with addresses.open_channel(candidate, secret) as opened:
-                    await self._connected(opened, str(candidate))
+                    with self.telling(str(candidate), self.timeout):
+                        await self._connected(opened, str(candidate))
                     yield opened
                 return
             missing.append(found.problem)
         raise ConnectError("; ".join(missing))
+
+    @contextmanager
+    def telling(self, address: str, limit_s: float) -> Iterator[None]:
+        """Whoever waits in here for more than a moment says so. On a pipe as well, for the log of a job that hangs;
+        but with --json, standard error is for a program."""
+        words = f"tenure: waiting for the sidecar at {address} (up to {limit_s:g} s)"
+        tell = asyncio.get_running_loop().call_later(TELL_AFTER_S, self.say, words)
+        try:
+            yield
+        finally:
+            tell.cancel()
+
+    async def tell_if_nobody_listens(self) -> None:
+        """For what goes on for ever, and would wait for a sidecar without a word."""
+        from tenure import addresses
+
+        candidates = addresses.parse_addresses(self.address)
+        found = await asyncio.gather(*(addresses.probe(candidate, TELL_AFTER_S) for candidate in candidates))
+        if not any(each.listening for each in found):
+            problems = "; ".join(each.problem for each in found)
+            self.say(f"tenure: waiting for the sidecar at {self.address} (for as long as it takes): {problems}")
+
+    def say(self, words: str) -> None:
+        """A remark on standard error, for a person."""
+        if not self.json:
+            print(words, file=sys.stderr, flush=True)
+
+    def warn_of_unknown_variables(self) -> None:
+        """A mistyped TENURE_TENANT would otherwise mean the default tenant, without a word."""
+        named = {name.upper() for name in os.environ if name.upper().startswith("TENURE_")}
+        # In the environment of a sidecar, 'tenure serve' has refused them.
+        if self.json or named <= VARIABLES or "TENURE_NODE_ID" in named:
+            return
+        from sidecar.config import unknown_variables, variable
+
+        for problem in unknown_variables(os.environ):
+            self.say(f"tenure: warning: {variable(problem.setting)} is set, but {problem.allowed}")
 
     async def _connected(self, channel: grpc.aio.Channel, address: str) -> None:
         """Before anything is sent: a handshake that fails has done nothing, and says so."""
@@ -124,6 +176,7 @@ def calling(function: Callable[Concatenate[Target, P], Coroutine[Any, Any, None]
     @functools.wraps(function)
     def command(**given: Any) -> None:
         target = Target(**{name: given.pop(name) for name in SHARED})
+        target.warn_of_unknown_variables()
         work: Any = function
         asyncio.run(work(target, **given))
 

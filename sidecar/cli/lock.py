@@ -31,6 +31,7 @@ KILLED = 128 + signal.SIGKILL  # by the guard, if the lease is lost
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # SIGKILL goes out this long before safe-until, so that the kernel has ended the program by then.
 KILL_MARGIN_S = 0.25
+CONNECT_S = 10.0
 GUARDED = str(Path(__file__).with_name("guarded.py"))
 GUARD_TOLD_S = 0.25  # the guard learns of a renewal within this
 
@@ -66,11 +67,12 @@ async def lock(
         raise CliError(f"--grace {grace:g} must be at most a third of --ttl {ttl:g}", reason="USAGE", status=USAGE)
     import tenure
 
-    client = await tenure.connect(
-        target.address, tenant=target.tenant, credentials=target.credentials(), agent=f"lock {command[0]}"[:128],
-        ttl_ms=round(ttl * 1_000), timeout=target.timeout,
-        cancel_margin_ms=round((grace + KILL_MARGIN_S) * 1_000),
-    )  # fmt: skip
+    with target.telling(target.address, CONNECT_S):
+        client = await tenure.connect(
+            target.address, tenant=target.tenant, credentials=target.credentials(), agent=f"lock {command[0]}"[:128],
+            ttl_ms=round(ttl * 1_000), timeout=target.timeout, connect_timeout=CONNECT_S,
+            cancel_margin_ms=round((grace + KILL_MARGIN_S) * 1_000),
+        )  # fmt: skip
     async with client:
         status = await run_under_lease(client, name, program, command, wait, capacity, priority)
     sys.exit(status)

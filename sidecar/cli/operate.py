@@ -107,6 +107,7 @@ async def watch(
         target.address, tenant=target.tenant, credentials=target.credentials(), session=False, timeout=target.timeout
     )
     async with client:
+        await target.tell_if_nobody_listens()
         seen = 0
         async for event in client.watch(from_revision, subject_prefix=prefix):
             print_event(event, target.json)

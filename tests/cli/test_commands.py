@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sidecar import config
+from sidecar.cli import calls
 from sidecar.config import Settings, flag
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("TENURE_")}
@@ -97,6 +101,49 @@ def test_an_unknown_flag_or_command_is_wrong_usage() -> None:
     assert tenure("dev", "kill").returncode == 2
     assert tenure("lock", "name", "--ttl", "100000", "--", "true").returncode == 2
     assert tenure("dev", "kill", "the", "second", "node").returncode == 2
+
+
+def test_a_command_that_waits_for_a_sidecar_says_so(tmp_path: Path) -> None:
+    """Before it has waited to the end: the line is read while the command still runs."""
+    address = f"unix:{tmp_path / 's'}"
+    for arguments, limit in (
+        (["lock", "name", "--address", address, "--", "true"], "up to 10 s"),
+        (["watch", "--address", address], "for as long as it takes"),
+    ):
+        command = [sys.executable, "-m", "sidecar", *arguments]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=CLEAN) as process:
+            assert process.stderr is not None
+            try:
+                line = process.stderr.readline()
+                assert line.startswith(f"tenure: waiting for the sidecar at {address} ({limit})") and "\n" in line
+                assert process.poll() is None
+            finally:
+                process.kill()
+
+
+def test_one_that_cannot_be_connected_with_says_what_it_waits_for_unless_a_program_reads_it(tmp_path: Path) -> None:
+    """Something listens and never answers."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        arguments = ("status", "--address", f"unix:{tmp_path / 's'}", "--timeout", "1.5")
+        assert f"waiting for the sidecar at unix:{tmp_path / 's'} (up to 1.5 s)" in tenure(*arguments).stderr
+        done = tenure(*arguments, "--json")
+        assert json.loads(done.stderr)["error"]["reason"] == "NO_CONNECTION" and not done.stdout
+
+
+def test_a_variable_that_nobody_reads_is_said_with_the_nearest_that_is(tmp_path: Path) -> None:
+    arguments = ("status", "--address", f"unix:{tmp_path / 's'}")
+    wrong: dict[str, Any] = {"TENURE_TENNANT": "a", "TENURE_LOG_LEVEL": "info", "TENURE_PORT": "tcp://10.0.0.1:80"}
+    done = tenure(*arguments, **wrong)
+    warnings = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "TENURE_TENNANT" in warnings[0] and "did you mean TENURE_TENANT?" in warnings[0]
+    assert "warning" not in tenure(*arguments, TENURE_TENANT="a", TENURE_AGENT="b").stderr
+    assert json.loads(tenure(*arguments, "--json", **wrong).stderr)
+
+
+def test_the_variables_of_commands_are_those_that_a_sidecar_leaves_alone() -> None:
+    assert calls.VARIABLES == config.OTHER_VARIABLES
 
 
 def test_orders_without_a_cluster_say_so(tmp_path: Path) -> None:
