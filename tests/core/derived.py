@@ -21,7 +21,7 @@ def check_derived(machine: Machine) -> None:
 
 def derived(machine: Machine) -> dict[str, object]:
     sessions, leases = machine._sessions, machine._leases
-    records, requests = machine._records, machine._requests
+    records, requests, switches = machine._records, machine._requests, machine._switches
     return {
         "session order": list(sessions._order),
         "sessions per tenant": dict(sorted(sessions._per_tenant.items())),
@@ -34,5 +34,9 @@ def derived(machine: Machine) -> dict[str, object]:
         "agenda": sorted(machine._agenda._armed),
         "expiries": sorted(records.expiries._armed),
         "request queue": list(requests._queue),
+        "switches in force": {tenant: sorted(rows.items()) for tenant, rows in sorted(switches._in_force.items())},
+        "ended switches": list(switches._ended),
+        "switch numbers": list(switches._numbers),
+        "kills": sorted(switches._kills.items()),
         "operations": {session: sorted(found) for session, found in sorted(requests._operations.items())},
     }
