@@ -1,6 +1,6 @@
-"""The leader's side of time: when jobs are due (zones, cron, schedules), and what becomes of due times that passed
-unserved (misfires).
+"""The leader's side of time: when jobs are due, and that it gets proposed.
 
-These modules are pure: they read no clock and hold nothing but caches, so the same specification, the same times and
-the same tzdata give the same answer on every machine.
+zones, cron, changes, schedules (due times) and misfires (what becomes of those that passed unserved) are pure: they read
+no clock and hold nothing but caches, so the same specification, the same times and the same tzdata give the same answer on
+every machine. scheduler brings them together with the clock and the log.
 """
