@@ -8,8 +8,8 @@ from tests.test_tidy import ROOT, fits, imports
 
 MODULES = ("zones", "cron", "changes", "schedules", "misfires")
 OUTSIDE = {
-    "__future__", "bisect", "collections", "cronsim", "datetime", "difflib", "enum", "functools", "importlib", "msgspec",
-    "re", "typing", "zoneinfo",
+    "__future__", "bisect", "collections", "cronsim", "datetime", "difflib", "enum", "functools", "importlib",
+    "msgspec", "re", "typing", "zoneinfo",
 }  # fmt: skip
 
 
