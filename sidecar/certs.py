@@ -295,6 +295,18 @@ def peer_contexts(
     )
 
 
+def check_server_files(certificate: Path, key: Path, client_authority: Path | None) -> None:
+    """Raises CertificateError when a server could not use them: missing, damaged, or the key does not match."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password=lambda: b"")  # never ask on the terminal
+        if client_authority is not None:
+            context.load_verify_locations(client_authority)
+    except (ssl.SSLError, OSError) as error:
+        files = ", ".join(str(file) for file in (certificate, key, client_authority) if file is not None)
+        raise CertificateError(f"{files}: OpenSSL refuses them: {error}") from error
+
+
 def _context(protocol: int, certificate: Path, key: Path, authority: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -13,10 +13,13 @@ import fcntl
 import os
 import socket
 import stat
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import grpc
 
+from sidecar.certs import CertificateError, check_server_files
 from sidecar.config import Settings, group_id, split_address
 
 
@@ -99,24 +102,58 @@ class UnixSocket:
             raise ListenError(f"somebody else serves the socket {self._path}: stop that process, or set another socket")
 
 
-def add_tcp_port(server: grpc.aio.Server, settings: Settings) -> int:
-    """Bind ``grpc_listen``, with TLS unless it is plaintext on loopback. Returns the port. Raises ListenError."""
+class TcpCertificates:
+    """What ``grpc_listen`` shows and trusts. Every handshake uses what was read last."""
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.grpc_tls_cert and settings.grpc_tls_key
+        self._certificate, self._key = settings.grpc_tls_cert, settings.grpc_tls_key
+        self._authority = settings.grpc_tls_client_ca
+        self._renewed: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(filter(None, (self._certificate, self._key, self._authority)))
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Raises CertificateError."""
+        take: Any = self._take  # the stubs do not know that it may answer None
+        return grpc.dynamic_ssl_server_credentials(
+            self._read(), take, require_client_authentication=self._authority is not None
+        )
+
+    def reload(self) -> None:
+        """Raises CertificateError, and then nothing has changed."""
+        self._renewed.append(self._read())
+
+    def _take(self) -> grpc.ServerCertificateConfiguration | None:
+        """Asked by gRPC at each handshake, on a thread of its own; None: as before."""
+        try:
+            return self._renewed.popleft()
+        except IndexError:
+            return None
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        check_server_files(self._certificate, self._key, self._authority)
+        try:
+            authority = self._authority.read_bytes() if self._authority else None
+            pair = (self._key.read_bytes(), self._certificate.read_bytes())
+        except OSError as error:
+            raise CertificateError(f"{error.filename}: {error.strerror or error}") from error
+        return grpc.ssl_server_certificate_configuration([pair], authority)
+
+
+def add_tcp_port(server: grpc.aio.Server, settings: Settings, certificates: TcpCertificates | None) -> int:
+    """Bind ``grpc_listen``, in plaintext without certificates; the port. Raises ListenError and CertificateError."""
     host, port = split_address(settings.grpc_listen)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        if settings.grpc_tls_cert is None:
+        if certificates is None:
             bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(address, _credentials(settings))
+            bound = server.add_secure_port(address, certificates.credentials())
     except (RuntimeError, OSError) as error:
         raise ListenError(f"cannot listen on grpc_listen {settings.grpc_listen}: {error}") from error
     if bound == 0:
         raise ListenError(f"cannot listen on grpc_listen {settings.grpc_listen}: is it in use, or not of this machine?")
     return bound
-
-
-def _credentials(settings: Settings) -> grpc.ServerCredentials:
-    assert settings.grpc_tls_cert and settings.grpc_tls_key
-    authority = settings.grpc_tls_client_ca.read_bytes() if settings.grpc_tls_client_ca else None
-    pair = (settings.grpc_tls_key.read_bytes(), settings.grpc_tls_cert.read_bytes())
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)

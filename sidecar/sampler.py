@@ -1,30 +1,38 @@
-"""Looks at a running sidecar now and then (readiness, disk, wall clocks, lateness of the loop) and fills the gauges."""
+"""Looks at a running sidecar now and then (readiness, disk, wall clocks, certificates, lateness of the loop) and fills
+the gauges."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from sidecar.consensus.log_store import DiskSpace, SqliteLogStore
 from sidecar.consensus.transport import TransportCounters
+from sidecar.renewal import Renewal
 from sidecar.runtime import Runtime
 from sidecar.version import VERSION
 
 PROBE_S = 0.1
-READY_EVERY, DISK_EVERY, SKEW_EVERY = 2, 10, 50  # in probes
+READY_EVERY, DISK_EVERY, SKEW_EVERY, CERTIFICATES_EVERY = 2, 10, 50, 600  # in probes
 
 log = structlog.get_logger("tenure.sampler")
 
 
 class Sampler:
     def __init__(
-        self, runtime: Runtime, store: SqliteLogStore, peers: TransportCounters, disk: Callable[[], DiskSpace]
+        self,
+        runtime: Runtime,
+        store: SqliteLogStore,
+        peers: TransportCounters,
+        disk: Callable[[], DiskSpace],
+        renewals: Sequence[Renewal] = (),
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._disk = disk
+        self._renewals = renewals
         self._reason: str | None = None
         runtime.metrics.before_scrape.append(self.refresh)
         runtime.metrics.build.info({"version": VERSION})
@@ -62,6 +70,8 @@ class Sampler:
                 self.check_ready()
             if probes % SKEW_EVERY == 0:
                 self.check_skew()
+            if probes % CERTIFICATES_EVERY == 0:
+                self.check_certificates()
 
     def _note_lag(self, lag_s: float) -> None:
         self._runtime.proposer.core.pressure.note_lag(int(lag_s * 1000))
@@ -100,6 +110,10 @@ class Sampler:
     def _handed_over(error: str | None) -> None:
         if error is not None:
             log.warning("leadership could not be handed over", error=error)
+
+    def check_certificates(self) -> None:
+        for renewal in self._renewals:
+            renewal.check()
 
     def check_skew(self) -> None:
         offsets = self._runtime.node.clock_offsets_ms()

@@ -33,11 +33,12 @@ from sidecar.consensus.ports import StoreError, StoreIdentity
 from sidecar.consensus.snapshots import FileSnapshotStore
 from sidecar.consensus.transport import TcpPeerTransport, TransportError, TransportSettings
 from sidecar.core.machine import Machine
-from sidecar.listeners import ListenError, UnixSocket, add_tcp_port
+from sidecar.listeners import ListenError, TcpCertificates, UnixSocket, add_tcp_port
 from sidecar.observability import logs
 from sidecar.observability.http import Health, HealthServer
 from sidecar.observability.metrics import Metrics
 from sidecar.proposer import AsyncProposer, Proposer, ProposerSettings
+from sidecar.renewal import Renewal
 from sidecar.runtime import Runtime
 from sidecar.sampler import Sampler
 from sidecar.services import SERVER_OPTIONS, add_services
@@ -84,6 +85,7 @@ class Sidecar:
         self._signals = 0
         self._ending = asyncio.Event()  # a signal, a failure, or another process in our place
         self._place_taken = False
+        self._renewals: list[Renewal] = []
         self._cleanup = contextlib.AsyncExitStack()
         self._session_call_s = float("-inf")
 
@@ -132,10 +134,10 @@ class Sidecar:
     def _open_transport(self) -> None:
         settings = self.settings
         tls: PeerContexts | None = None
-        if settings.peer_tls_cert and settings.peer_tls_key and settings.peer_tls_ca:
-            files = (settings.peer_tls_cert, settings.peer_tls_key, settings.peer_tls_ca)
-            tls = peer_contexts(*files, cluster_id=settings.cluster_id, node_id=settings.node_id)
-            self.metrics.certificate_expires.set(tls.expires.timestamp())
+        files = (settings.peer_tls_cert, settings.peer_tls_key, settings.peer_tls_ca)
+        if all(files):
+            self._renewals.append(Renewal("peers", [*filter(None, files)], self._renew_peer_tls))
+            tls = self._load_peer_tls()
         self._transport = TcpPeerTransport(
             TransportSettings(
                 cluster_id=settings.cluster_id,
@@ -153,6 +155,18 @@ class Sidecar:
         # A single node has nobody to listen to.
         self._peer_port = self._transport.open() if settings.peer_ids else 0
         self._cleanup.push_async_callback(self._transport.stop)
+
+    def _load_peer_tls(self) -> PeerContexts:
+        settings = self.settings
+        assert settings.peer_tls_cert and settings.peer_tls_key and settings.peer_tls_ca
+        files = (settings.peer_tls_cert, settings.peer_tls_key, settings.peer_tls_ca)
+        tls = peer_contexts(*files, cluster_id=settings.cluster_id, node_id=settings.node_id)
+        self.metrics.certificate_expires.set(tls.expires.timestamp())
+        return tls
+
+    def _renew_peer_tls(self) -> None:
+        tls = self._load_peer_tls()
+        self._transport.use_tls(tls.server, tls.client)
 
     def _build_node(self) -> None:
         settings, clock = self.settings, self._clock
@@ -217,7 +231,7 @@ class Sidecar:
         # Also when a bind fails below: the library warns about a server that was never stopped.
         self._cleanup.push_async_callback(self._stop_grpc)
         if self.settings.grpc_listen:
-            self.grpc_port = add_tcp_port(server, self.settings)
+            self.grpc_port = add_tcp_port(server, self.settings, self._tcp_certificates())
         if self.settings.socket:
             place = UnixSocket(self.settings.socket, self.settings.socket_mode, self.settings.socket_group)
             address = place.claim()
@@ -228,6 +242,13 @@ class Sidecar:
                 raise ListenError(f"cannot listen on the socket {self.settings.socket}: {error}") from error
             place.publish()
         await server.start()
+
+    def _tcp_certificates(self) -> TcpCertificates | None:
+        if self.settings.grpc_tls_cert is None:
+            return None
+        certificates = TcpCertificates(self.settings)
+        self._renewals.append(Renewal("agents", certificates.files, certificates.reload))
+        return certificates
 
     async def _stop_grpc(self) -> None:
         self.runtime.stopping = True
@@ -241,6 +262,7 @@ class Sidecar:
             self._store,
             self._transport.counters,
             lambda: disk_space(settings.data_dir, settings.disk_reserve_bytes),
+            self._renewals,
         )
         task = asyncio.get_running_loop().create_task(sampler.run())
         task.add_done_callback(self._task_ended)

@@ -428,3 +428,42 @@ async def test_a_disk_that_is_nearly_full_takes_no_new_work(folder: Path) -> Non
         assert "disk" in (caught.value.details() or "")
     finally:
         await sidecar.stop()
+
+
+async def test_renewed_certificates_are_used_without_a_restart(folder: Path) -> None:
+    authorities = [write_certificates(folder / name, "c1", {"n1": ["127.0.0.1"]}) for name in ("old", "new")]
+    shown = {"grpc_tls_cert": folder / "cert", "grpc_tls_key": folder / "key", "grpc_tls_client_ca": folder / "ca"}
+
+    def put(which: int, *names: str) -> None:
+        authority, issued = authorities[which]
+        sources = {"cert": issued.certificate, "key": issued.key, "ca": authority.certificate}
+        for name in names:
+            (folder / name).write_bytes(sources[name].read_bytes())
+
+    async def works(which: int) -> bool:
+        authority, issued = authorities[which]
+        files = (authority.certificate, issued.key, issued.certificate)
+        credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.secure_channel(f"127.0.0.1:{sidecar.grpc_port}", credentials, options) as channel:
+            try:
+                await sessions(channel).OpenSession(session_pb2.OpenSessionRequest(tenant="default"), timeout=10)
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+                return False
+        return True
+
+    put(0, "cert", "key", "ca")
+    sidecar = Sidecar(settings(folder, grpc_listen="127.0.0.1:0", **shown))
+    await sidecar.start()
+    try:
+        await eventually(lambda: not sidecar.runtime.ready())
+        assert await works(0) and not await works(1)
+        put(1, "key")  # the certificate does not belong to it: only half of them has been written
+        sidecar._sampler.check_certificates()
+        assert await works(0) and not await works(1)
+        put(1, "cert", "ca")
+        sidecar._sampler.check_certificates()
+        assert await works(1) and not await works(0)
+    finally:
+        await sidecar.stop()

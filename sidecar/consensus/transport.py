@@ -344,13 +344,17 @@ class TcpPeerTransport:
     def _check_settings(self) -> None:
         if self.settings.node_id in self._links:
             raise TransportError(f"{self.settings.node_id} is this node, and cannot be its own peer")
-        if self._server_tls is None or self._client_tls is None:
-            if not self.settings.insecure:
-                raise TransportError("peers talk with mutual TLS. What to do: give certificate, key and authority")
-            return
-        for context in (self._server_tls, self._client_tls):
+        if self._server_tls is not None and self._client_tls is not None:
+            self.use_tls(self._server_tls, self._client_tls)
+        elif not self.settings.insecure:
+            raise TransportError("peers talk with mutual TLS. What to do: give certificate, key and authority")
+
+    def use_tls(self, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+        """For connections from now on; those that are open stay. Raises TransportError when it is not strict enough."""
+        for context in (server, client):
             if context.verify_mode is not ssl.CERT_REQUIRED or context.minimum_version < ssl.TLSVersion.TLSv1_2:
                 raise TransportError("the TLS contexts of peers must demand certificates, and TLS 1.2 or newer")
+        self._server_tls, self._client_tls = server, client
 
     # -- life ----------------------------------------------------------------------------------------------------------
 

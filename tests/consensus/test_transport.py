@@ -834,6 +834,24 @@ def test_without_a_certificate_or_without_tls_nobody_gets_in(run: Run, authoriti
     run(scenario())
 
 
+def test_renewed_certificates_are_for_new_connections(run: Run, authorities: dict[str, Path]) -> None:
+    async def scenario() -> None:
+        ours, theirs = authorities["ours"], authorities["another authority"]
+        async with transport(tls=contexts(ours, "n1")) as (one, node):
+            before = await Raw.dial(one, contexts(ours, "n2")[1])
+            await before.join()
+            one.use_tls(*contexts(theirs, "n1"))
+            after = await Raw.dial(one, contexts(theirs, "n3")[1])
+            await after.join("n3")
+            before.send(b"still here")
+            await eventually(lambda: node.frames == [("n2", b"still here")])
+            assert node.heard == [("connected", "n2"), ("connected", "n3")]
+            await before.close()
+            await after.close()
+
+    run(scenario())
+
+
 def test_both_sides_name_a_node_alike() -> None:
     assert identity_uri("cluster-a", "n1") == certs.identity_uri("cluster-a", "n1") == "tenure://cluster-a/n1"
     assert identity_uri("a/b c", "n?") == certs.identity_uri("a/b c", "n?") == "tenure://a%2Fb%20c/n%3F"
