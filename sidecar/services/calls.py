@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -39,6 +39,10 @@ class Caller:
             message = f"the stream belongs to tenant {self.tenant}; leave the field empty"
             raise problem(Problem.FIELD_INVALID, message, field=field, value=stated)
         return known
+
+    def within(self, timeout_ms: int) -> Caller:
+        """The same caller, with less time."""
+        return replace(self, timeout_ms=timeout_ms)
 
     def session_of(self, stated: str) -> str:
         """Of whoever acts; required."""

@@ -11,6 +11,8 @@ from tenure.v1 import session_pb2
 # A message takes what is there up to about this much; a reader that leaves this much lying is cut off.
 MESSAGE_BYTES_MAX = 512 * 1024
 ITEMS_MAX, BYTES_MAX = 4_096, 4 << 20
+# What can wait does, while there is as much as this.
+ROOMY_ITEMS_MAX, ROOMY_BYTES_MAX = 1_024, 1 << 20
 
 
 class Outbox:
@@ -27,6 +29,10 @@ class Outbox:
     @property
     def overfull(self) -> bool:
         return len(self._items) > ITEMS_MAX or self._bytes > BYTES_MAX
+
+    @property
+    def roomy(self) -> bool:
+        return len(self._items) < ROOMY_ITEMS_MAX and self._bytes < ROOMY_BYTES_MAX
 
     def attached(self, message: session_pb2.Attached) -> None:
         self._put("attached", message)

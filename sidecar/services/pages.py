@@ -5,6 +5,7 @@ so that items that come and go elsewhere do not disturb the walk.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -30,12 +31,17 @@ class _Token(msgspec.Struct, array_like=True):
 
 
 class Page:
-    """One page being filled. ``scope`` names the list and its filters: a token is good for its own list only."""
+    """One page being filled. ``scope`` names the list and its filters: a token is good for its own list only.
 
-    def __init__(self, scope: tuple[str, ...], size: int, token: str) -> None:
+    ``form``: what the names of its items look like, where they are more than text.
+    """
+
+    def __init__(self, scope: tuple[str, ...], size: int, token: str, form: str = "") -> None:
         self._scope = scope
         self._size = check.number(size, "page_size", 0, SIZE_MAX) or SIZE_DEFAULT
         self.after = _decoded(token, scope) if token else ""
+        if self.after and form and not re.fullmatch(form, self.after, re.ASCII | re.DOTALL):
+            raise _refusal(token)
         self._bytes = self._count = 0
         self._finished = False
 

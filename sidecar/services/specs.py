@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from google.protobuf.message import Message
 from tenure.v1 import job_pb2
 
-from sidecar.core import commands
+from sidecar.core import bounds, commands
 from sidecar.core import specification as s
 from sidecar.core.specification import JobSpec, Schedule, ScheduleKind
 from sidecar.scheduling import schedules
@@ -19,10 +19,7 @@ from sidecar.services import validation as check
 from sidecar.services import words
 from sidecar.services.errors import ApiError, Problem, problem, shorten
 
-DESCRIPTION_BYTES_MAX = 1_024
 LABEL_BYTES_MAX = commands.INFO_FIELD_BYTES_MAX
-COST_MAX = 10**15
-MULTIPLIER_PERCENT_MAX = 10_000
 
 # A change of leaders takes a second or two; what must start sooner than this may be missed by one.
 LEADER_CHANGE_MS = 5_000
@@ -50,7 +47,7 @@ def spec_of(message: job_pb2.JobSpec, at: str) -> JobSpec:
     spec = JobSpec(
         owner=check.required_text(message.owner, f"{at}.owner", s.TEXT_BYTES_MAX),
         runbook_url=_url(message.runbook_url, f"{at}.runbook_url"),
-        description=check.text(message.description, f"{at}.description", DESCRIPTION_BYTES_MAX),
+        description=check.text(message.description, f"{at}.description", bounds.DESCRIPTION_BYTES_MAX),
         schedule=schedule_of(message.schedule, f"{at}.schedule"),
         jitter_ms=check.number(message.jitter_ms, f"{at}.jitter_ms", 0, s.JITTER_MAX_MS),
         misfire=s.Misfire(check.choice(message.misfire_policy, f"{at}.misfire_policy", _MISFIRE) or s.Misfire.LATEST),
@@ -71,7 +68,9 @@ def spec_of(message: job_pb2.JobSpec, at: str) -> JobSpec:
         labels=_labels(message.labels, f"{at}.labels"),
         selector=_selector(message.selector, f"{at}.selector"),
         payload=check.payload(message.payload, f"{at}.payload", s.PAYLOAD_BYTES_MAX),
-        estimated_cost_micros=check.number(message.estimated_cost_micros, f"{at}.estimated_cost_micros", 0, COST_MAX),
+        estimated_cost_micros=check.number(
+            message.estimated_cost_micros, f"{at}.estimated_cost_micros", 0, bounds.COST_MAX_MICROS
+        ),
         mode=s.Mode(check.choice(message.mode, f"{at}.mode", _MODE) or s.Mode.LIVE),
         canary=_canary(message.canary, f"{at}.canary") if message.HasField("canary") else None,
         history_count=_given(message, "history_count", at, 100, 1, s.HISTORY_COUNT_MAX),
@@ -128,7 +127,12 @@ def _retry(message: job_pb2.RetryPolicy, delivery: s.Delivery, at: str) -> s.Ret
         attempts_max=attempts_max,
         initial_ms=_given(message, "initial_ms", at, default.initial_ms, 0, s.BACKOFF_MAX_MS),
         multiplier_percent=_given(
-            message, "multiplier_percent", at, default.multiplier_percent, 100, MULTIPLIER_PERCENT_MAX
+            message,
+            "multiplier_percent",
+            at,
+            default.multiplier_percent,
+            bounds.MULTIPLIER_MIN_PERCENT,
+            bounds.MULTIPLIER_MAX_PERCENT,
         ),
         max_ms=_given(message, "max_ms", at, default.max_ms, 0, s.BACKOFF_MAX_MS),
         jitter_percent=_given(message, "jitter_percent", at, default.jitter_percent, 0, 100),
@@ -163,15 +167,17 @@ def _labels(value: Mapping[str, str], field: str) -> tuple[tuple[str, str], ...]
 
 def _selector(terms: Sequence[job_pb2.SelectorTerm], field: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     check.number(len(terms), field, 0, s.SELECTOR_TERMS_MAX)
-    found = []
+    found: dict[str, tuple[str, ...]] = {}
     for index, term in enumerate(terms):
         at = f"{field}[{index}]"
         check.identifier(term.key, f"{at}.key", LABEL_BYTES_MAX)
+        if term.key in found:
+            raise check.invalid(Problem.FIELD_INVALID, f"{at}.key", term.key, "each key once, with all its values")
         check.number(len(term.values), f"{at}.values", 1, s.SELECTOR_VALUES_MAX)
         for position, content in enumerate(term.values):
             check.text(content, f"{at}.values[{position}]", LABEL_BYTES_MAX)
-        found.append((term.key, tuple(sorted(dict.fromkeys(term.values)))))
-    return tuple(sorted(found))
+        found[term.key] = tuple(sorted(dict.fromkeys(term.values)))
+    return tuple(sorted(found.items()))
 
 
 def _canary(message: job_pb2.Canary, at: str) -> s.Canary:

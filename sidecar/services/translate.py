@@ -312,4 +312,8 @@ def event(row: events.Event) -> watch_pb2.Event:
         reason=row.reason,
         cluster_ms=row.cluster_ms,
         wall_ms=row.wall_ms,
+        due_wall_ms=row.due_ms,
+        sequence=row.sequence,
+        run_id=row.run,
+        count=row.count,
     )
