@@ -9,7 +9,7 @@ SEEDS ?= 0-9
 PROFILE ?= all
 
 .DEFAULT_GOAL := help
-.PHONY: help run smoke test lint format types proto proto-check sim clean
+.PHONY: help run smoke bench test lint format types proto proto-check sim clean
 
 help:  ## show these targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -41,11 +41,19 @@ $(VENV)/.dev: $(MANIFESTS) | $(BIN)/python
 	@$(call install,[dev])
 	@touch $@ $(VENV)/.run
 
+$(VENV)/.bench: $(MANIFESTS) | $(BIN)/python
+	@echo "installing into $(VENV), with what is compared"
+	@$(call install,[bench])
+	@touch $@ $(VENV)/.run
+
 run: $(VENV)/.run  ## three sidecars and three agents on this machine, with a live view
 	@$(BIN)/tenure dev
 
 smoke: $(VENV)/.run  ## the same without a person: kills and a partition, then three counts
 	@$(BIN)/python -m chaos smoke
+
+bench: $(VENV)/.bench  ## due to started, beside APScheduler and a Redis lock loop
+	@$(BIN)/python -m bench jobs
 
 test: $(VENV)/.dev  ## all tests
 	@$(BIN)/python -m pytest -q

@@ -6,7 +6,9 @@ fsync on every node that acknowledges. The peer in the same run is the disk itse
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import os
 import statistics
 import tempfile
@@ -17,7 +19,10 @@ from dataclasses import dataclass
 
 import grpc.aio
 import tenure
+import uvloop
 from tenure.v1 import cluster_pb2, cluster_pb2_grpc, lease_pb2, lease_pb2_grpc, session_pb2, session_pb2_grpc
+
+from bench.sidecars import three_sidecars
 
 Cycle = Callable[[], Awaitable[float]]
 TIMEOUT_S = 10
@@ -121,3 +126,33 @@ def _stream_client(client: tenure.Client, number: int) -> Cycle:
         return took
 
     return cycle
+
+
+async def measure(seconds: float) -> tuple[float, list[Figure]]:
+    async with three_sidecars() as addresses:
+        leader = await leader_of(addresses["n1"])
+        follower = next(node for node in addresses if node != leader)
+        figures = []
+        for where, node in (("leader", leader), ("follower", follower)):
+            for clients in (1, 64):
+                figures.append(await unary(addresses[node], clients, seconds, f"unary, {where}"))
+                figures.append(await stream(addresses[node], clients, seconds, f"stream, {where}"))
+        return fdatasync_ms(), figures
+
+
+def main(arguments: list[str]) -> int:
+    """``python -m bench acquire``."""
+    parser = argparse.ArgumentParser(prog="python -m bench acquire", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each measurement [3]")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    floor_ms, figures = uvloop.run(measure(options.seconds))
+    if options.json:
+        print(json.dumps({"fdatasync_ms": floor_ms, "figures": [vars(figure) for figure in figures]}))
+        return 0
+    print(f"bare append and fdatasync: {floor_ms:.2f} ms (median); acquire p50 is given as a multiple of it too\n")
+    print(f"{'':<18}{'clients':>8}{'cycles/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'x fdatasync':>13}")
+    for f in figures:
+        times = f"{f.p50_ms:>9.2f}{f.p99_ms:>9.2f}{f.p50_ms / floor_ms:>13.1f}"
+        print(f"{f.what:<18}{f.clients:>8}{f.cycles_per_s:>10.0f}{times}")
+    return 0

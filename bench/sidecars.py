@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,15 +21,16 @@ STOP_S = 10.0
 
 
 @asynccontextmanager
-async def three_sidecars() -> AsyncIterator[dict[str, str]]:
-    """Addresses by node id; everything is stopped and removed at the end."""
+async def three_sidecars(settings: Mapping[str, str] | None = None) -> AsyncIterator[dict[str, str]]:
+    """Addresses by node id; everything is stopped and removed at the end. ``settings``: variables for each sidecar."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         certificates = folder / "certs"
         write_development_certificates(certificates, NODES, "bench")
         ports = free_ports(2 * len(NODES))
         peers = ",".join(f"{node}=127.0.0.1:{port}" for node, port in zip(NODES, ports, strict=False))
-        processes = [_process(node, folder, certificates, peers, ports[3 + i]) for i, node in enumerate(NODES)]
+        more = settings or {}
+        processes = [_process(node, folder, certificates, peers, ports[3 + i], more) for i, node in enumerate(NODES)]
         addresses = {node: f"unix:{folder / f'{node}.sock'}" for node in NODES}
         try:
             for process in processes:
@@ -42,7 +43,9 @@ async def three_sidecars() -> AsyncIterator[dict[str, str]]:
             await asyncio.gather(*(process.stop(STOP_S) for process in processes))
 
 
-def _process(node: str, folder: Path, certificates: Path, peers: str, http_port: int) -> Process:
+def _process(
+    node: str, folder: Path, certificates: Path, peers: str, http_port: int, settings: Mapping[str, str]
+) -> Process:
     (folder / node).mkdir()
     environment = {
         "TENURE_NODE_ID": node,
@@ -56,6 +59,7 @@ def _process(node: str, folder: Path, certificates: Path, peers: str, http_port:
         "TENURE_SOCKET": str(folder / f"{node}.sock"),
         "TENURE_HTTP_LISTEN": f"127.0.0.1:{http_port}",
         "TENURE_DRAIN_TIMEOUT_MS": "1000",
+        **settings,
     }
     command = [sys.executable, "-m", "sidecar", "serve"]
     return Process(node, command, environment, folder / f"{node}.log", lambda _: None)
