@@ -71,6 +71,10 @@ class Deadlines(Generic[Key]):
             heapq.heapreplace(heap, (due_ms, key))
         return None
 
+    def first(self) -> Key | None:
+        """The key that is due first."""
+        return None if self.next_ms() is None else self._heap[0][1]
+
     def could_be_due(self, now_ms: int) -> bool:
         """Cheap: False when surely nothing is due at ``now_ms``."""
         return bool(self._heap) and self._heap[0][0] <= now_ms

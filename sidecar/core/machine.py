@@ -68,24 +68,34 @@ oldest one held: every event since then can be read, on every node alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
 
 from sidecar.core import bounds
 from sidecar.core.commands import (
+    AcknowledgeInterrupt,
     AcquireLease,
+    ApplyJobs,
     AttachSession,
+    BackfillJob,
     BeginOutcome,
     BeginRecord,
     CancelWait,
+    CheckpointRun,
+    ClaimRun,
     ClearSwitch,
     CloseSession,
     Command,
     CompleteRecord,
+    CompleteRun,
+    DeleteJob,
     DetachSession,
     Done,
     FailRecord,
+    FailRun,
+    InterruptRun,
     LeaseGranted,
     LeaseQueued,
     Limits,
@@ -97,28 +107,40 @@ from sidecar.core.commands import (
     RenewSessions,
     Request,
     RequestKey,
+    ResolveOccurrence,
     ResolveRecord,
     Result,
+    RollbackJob,
+    ServeJobs,
+    SessionAttached,
     SetLimits,
     SetSwitch,
+    SettleDue,
+    SetTzdata,
     Stamp,
+    SwitchMode,
     Tick,
     TransferLease,
+    TriggerJob,
 )
 from sidecar.core.context import Context
 from sidecar.core.deadlines import Deadlines
 from sidecar.core.dedup import Record, Records, RecordState
 from sidecar.core.events import Event, Kind
+from sidecar.core.governor import Governor
+from sidecar.core.jobs import Job, JobRevision, Jobs, job_not_found
 from sidecar.core.leases import Lease, Leases
+from sidecar.core.occurrences import Occurrence, OccurrenceKey, Occurrences, OccurrenceState
 from sidecar.core.requests import Requests, fingerprint_of
+from sidecar.core.runs import Run, Runs, Worker
 from sidecar.core.sessions import Session, Sessions
 from sidecar.core.snapshot import Captured, SnapshotError, State, decode
 from sidecar.core.switches import Switch, Switches
 
 __all__ = ["Captured", "Machine", "SnapshotError"]
 
-# What can come due and free a lease, in this order at one deadline. A key of the agenda: the rank, then what it is.
-_SESSION, _WAIT, _DELAY, _SWITCH = 1, 2, 3, 4
+# What can come due, in this order at one deadline. A key of the agenda: the rank, then what it is.
+_SESSION, _WAIT, _DELAY, _SWITCH, _RUN, _START, _READY = range(1, 8)
 
 # Nobody waits for the end of a retention, so ticks for it are bundled: many records end with one.
 _RETENTION_TICK_MS = 1_000
@@ -134,6 +156,10 @@ _NOT_REMEMBERED = frozenset(
         Reason.LEASES_FULL,
         Reason.WAITERS_FULL,
         Reason.RECORDS_FULL,
+        Reason.JOBS_FULL,
+        Reason.JOB_BEHIND,
+        Reason.OCCURRENCES_FULL,
+        Reason.SWITCHES_FULL,
     }
 )
 
@@ -158,12 +184,19 @@ class Machine:
                 switches=[],
                 kill_epoch=0,
                 floors=[],
+                jobs=[],
+                revisions=[],
+                occurrences=[],
+                runs=[],
+                workers=[],
+                started=[],
+                tzdata="",
             )
         )
 
     def _load(self, state: State) -> None:
         self._context = context = Context(state.limits, state.stamp, state.revision, state.events)
-        # Deadlines of sessions, waits and lock delays, by rank.
+        # Deadlines of everything but retention, by rank.
         self._agenda: Deadlines[tuple[Any, ...]] = Deadlines(self._due_ms)
         arm, disarm = self._agenda.arm, self._agenda.disarm
         self._requests = Requests(context, state.unary, state.stream, state.acknowledged)
@@ -190,12 +223,13 @@ class Machine:
             last_token=state.last_token,
         )
         self._records = Records(context, self._sessions, self._leases, self._switches, state.records)
+        self._load_jobs(state)
         self._handlers: dict[type, Callable[[Any], Result]] = {
             Tick: lambda command: self._done(),
             SetLimits: self._set_limits,
             OpenSession: self._sessions.open,
             RenewSessions: self._sessions.renew,
-            AttachSession: self._sessions.attach,
+            AttachSession: self._attach,
             DetachSession: self._detach,
             CloseSession: self._close,
             CancelWait: self._leases.cancel,
@@ -205,9 +239,65 @@ class Machine:
             CompleteRecord: self._records.complete,
             FailRecord: self._records.fail,
             ResolveRecord: self._records.resolve,
+            ApplyJobs: self._jobs.apply,
+            DeleteJob: self._delete_job,
+            RollbackJob: self._jobs.rollback,
+            SettleDue: self._occurrences.settle,
+            SetTzdata: self._set_tzdata,
+            TriggerJob: self._occurrences.trigger,
+            BackfillJob: self._occurrences.backfill,
+            ServeJobs: self._runs.serve,
+            ClaimRun: self._runs.claim,
+            CheckpointRun: self._runs.checkpoint,
+            CompleteRun: self._runs.complete,
+            FailRun: self._runs.fail,
+            AcknowledgeInterrupt: self._runs.acknowledge,
+            InterruptRun: self._runs.interrupt_by_operator,
+            ResolveOccurrence: self._occurrences.resolve,
             SetSwitch: self._set_switch,
             ClearSwitch: self._clear_switch,
         }
+
+    def _load_jobs(self, state: State) -> None:
+        context = self._context
+        arm, disarm = self._agenda.arm, self._agenda.disarm
+        self._governor = Governor(context, state.started)
+        self._jobs = Jobs(
+            context,
+            self._switches,
+            carried=lambda: self._occurrences.bytes,
+            changed=lambda job: self._occurrences.job_changed(job),  # noqa: PLW0108 - it comes below
+            jobs=state.jobs,
+            revisions=state.revisions,
+            tzdata=state.tzdata,
+        )
+        self._occurrences = Occurrences(
+            context,
+            self._jobs,
+            self._switches,
+            arm_ready=lambda key, at_ms: arm((_READY, *key), at_ms),
+            disarm_ready=lambda key: disarm((_READY, *key)),
+            arm_start=lambda key, at_ms: arm((_START, *key), at_ms),
+            disarm_start=lambda key: disarm((_START, *key)),
+            interrupt=lambda run, cause: self._runs.interrupt(run, cause),  # noqa: PLW0108 - it comes below
+            rows=state.occurrences,
+        )
+        self._runs = Runs(
+            context,
+            self._sessions,
+            self._records,
+            self._switches,
+            self._jobs,
+            self._occurrences,
+            self._governor,
+            next_token=self._next_token,
+            arm=lambda token, at_ms: arm((_RUN, token), at_ms),
+            disarm=lambda token: disarm((_RUN, token)),
+            runs=state.runs,
+            workers=state.workers,
+        )
+        if not self._governor.allowance():
+            self._runs.assign()  # starts nothing: it finds out whether something waits for the next step
 
     # ---- the state as a whole ------------------------------------------------------------------------------------
 
@@ -246,6 +336,13 @@ class Machine:
                 acknowledged=list(requests.acknowledged.items()),
                 events=self._context.history(),
                 switches=list(self._switches.table.values()),
+                jobs=list(self._jobs.table.values()),
+                revisions=[revision for kept in self._jobs.revisions.values() for revision in kept],
+                occurrences=list(self._occurrences.table.values()),
+                runs=list(self._runs.table.values()),
+                workers=list(self._runs.workers.values()),
+                started=list(self._governor.started),
+                tzdata=self.tzdata,
                 kill_epoch=self._switches.kill_epoch,
                 floors=list(self._switches.floors.items()),
             )
@@ -262,12 +359,15 @@ class Machine:
     # ---- apply ---------------------------------------------------------------------------------------------------
 
     def apply(self, stamp: Stamp, request: Request) -> tuple[Result, Sequence[Event]]:
-        """First ends what is due at ``stamp``, then runs the command, unless it was answered before."""
+        """Ends what is due at ``stamp``, runs the command, unless it was answered before, and starts what may start."""
         self._context.move_to(stamp)
         self._end_what_is_due()
         self._records.expire()
+        self._occurrences.expire()
         self._requests.expire()
         result = self._answer(request)
+        self._end_what_is_due()  # with a grace of 0, what the request itself has asked to end
+        self._runs.assign()
         return result, self._context.take_fresh()
 
     def _answer(self, request: Request) -> Result:
@@ -335,12 +435,14 @@ class Machine:
 
         Remembered requests are not among it: they go with whatever is applied next.
         """
-        agenda_ms, expiry_ms = self._agenda.next_ms(), self._records.expiries.next_ms()
-        if expiry_ms is not None:
-            expiry_ms = -(-expiry_ms // _RETENTION_TICK_MS) * _RETENTION_TICK_MS
-        if agenda_ms is None or expiry_ms is None:
-            return expiry_ms if agenda_ms is None else agenda_ms
-        return min(agenda_ms, expiry_ms)
+        bundled = [self._records.expiries.next_ms(), self._occurrences.expiries.next_ms()]
+        deadlines = [-(-at_ms // _RETENTION_TICK_MS) * _RETENTION_TICK_MS for at_ms in bundled if at_ms is not None]
+        agenda_ms = self._agenda.next_ms()
+        if agenda_ms is not None:
+            deadlines.append(agenda_ms)
+        if self._runs.held_back:
+            deadlines.append(self._governor.next_ms())
+        return min(deadlines, default=None)
 
     def _end_what_is_due(self) -> None:
         agenda, now_ms = self._agenda, self._context.now_ms
@@ -348,22 +450,44 @@ class Machine:
             key = agenda.pop(now_ms)
             if key is None:
                 return
-            if key[0] == _SESSION:
-                self._end_session(self._sessions.table[key[1]], Kind.SESSION_EXPIRED)
-            elif key[0] == _WAIT:
-                self._leases.end_wait(key[1:])
-            elif key[0] == _DELAY:
-                self._leases.end_delay(key[1:])
-            else:
-                self._switch_ended(self._switches.expire(key[1]))
+            self._end_one(key[0], key[1:])
+
+    def _end_one(self, rank: int, key: tuple[Any, ...]) -> None:
+        if rank == _SESSION:
+            self._end_session(self._sessions.table[key[0]], Kind.SESSION_EXPIRED)
+        elif rank == _WAIT:
+            self._leases.end_wait((key[0], key[1], key[2], key[3]))
+        elif rank == _DELAY:
+            self._leases.end_delay((key[0], key[1]))
+        elif rank == _SWITCH:
+            self._switch_ended(self._switches.expire(key[0]))
+        elif rank == _RUN:
+            self._runs.time_up(key[0])
+        else:
+            self._end_wait_of(rank, (key[0], key[1], key[2], key[3]))
+
+    def _end_wait_of(self, rank: int, key: OccurrenceKey) -> None:
+        if rank == _READY:
+            self._occurrences.become_ready(key)
+        else:
+            self._occurrences.miss_start(key, self._runs.waits_for(self._occurrences.table[key]))
 
     def _due_ms(self, key: tuple[Any, ...]) -> int | None:
-        if key[0] == _SESSION:
-            session = self._sessions.table.get(key[1])
+        rank, name = key[0], key[1:]
+        if rank == _SESSION:
+            session = self._sessions.table.get(name[0])
             return None if session is None else session.deadline_ms
-        if key[0] == _SWITCH:
-            return self._switches.due_ms(key[1])
-        return self._leases.wait_due_ms(key[1:]) if key[0] == _WAIT else self._leases.delay_due_ms(key[1:])
+        if rank == _SWITCH:
+            return self._switches.due_ms(name[0])
+        if rank == _RUN:
+            return self._runs.due_ms(name[0])
+        by_name: dict[int, Callable[[Any], int | None]] = {
+            _WAIT: self._leases.wait_due_ms,
+            _DELAY: self._leases.delay_due_ms,
+            _START: self._occurrences.start_due_ms,
+            _READY: self._occurrences.ready_due_ms,
+        }
+        return by_name[rank](name)
 
     def _end_session(self, row: Session, kind: Kind) -> None:
         self._agenda.disarm((_SESSION, row.session))
@@ -371,6 +495,7 @@ class Machine:
         self._context.emit(kind, row.tenant, row.session, session=row.session)
         self._leases.end_session(row, expired=kind is Kind.SESSION_EXPIRED)
         self._records.end_session(row.session)
+        self._runs.end_session(row.session)
         self._requests.end_session(row.session)
 
     # ---- commands that concern more than one table ---------------------------------------------------------------
@@ -381,6 +506,16 @@ class Machine:
     def _set_limits(self, command: SetLimits) -> Done:
         self._context.set_limits(command.limits)
         return self._done()
+
+    def _next_token(self) -> int:
+        """Runs and leases share one counter: a token of either grows for ever."""
+        self._leases.last_token += 1
+        return self._leases.last_token
+
+    def _attach(self, command: AttachSession) -> SessionAttached | Refused:
+        result = self._sessions.attach(command)
+        self._runs.attached(command.session)
+        return result
 
     def _detach(self, command: DetachSession) -> Done:
         self._sessions.detach(command)
@@ -394,8 +529,44 @@ class Machine:
         self._end_session(row, Kind.SESSION_CLOSED)
         return self._done()
 
+    def _set_tzdata(self, command: SetTzdata) -> Done:
+        self._jobs.set_tzdata(command)
+        return self._done()
+
+    def _delete_job(self, command: DeleteJob) -> Done | Refused:
+        job = self._jobs.deletable(command)
+        if isinstance(job, Refused):
+            return job
+        revision = self._context.emit(
+            Kind.JOB_DELETED,
+            job.tenant,
+            job.name,
+            sequence=job.revision,
+            actor=command.actor,
+            reason=command.reason,
+        )
+        self._occurrences.end_all(job)
+        self._jobs.delete(self._jobs.table[(job.tenant, job.name)])
+        self._occurrences.job_gone((job.tenant, job.name))
+        return Done(revision=revision)
+
     def _set_switch(self, command: SetSwitch) -> Result:
-        return self._switches.set(command, runs_at_set=0)
+        """A job that does not exist is refused: a kill that was mistyped must not look as if it worked."""
+        key = (command.tenant, command.job)
+        if command.job and key not in self._jobs.table:
+            return job_not_found(command.job)
+        result = self._switches.set(command, runs_at_set=self._runs.in_scope(*key))
+        if isinstance(result, Refused):
+            return result
+        row = self._switches.table[result.switch]
+        kill = row.mode is SwitchMode.KILL
+        if kill and row.job:
+            self._jobs.put(replace(self._jobs.table[key], kill_floor=row.kill_epoch))
+        for each in self._occurrences.open_lines(*key):
+            self._occurrences.switched_off(each)
+            if kill:
+                self._runs.kill(each, row)
+        return result
 
     def _clear_switch(self, command: ClearSwitch) -> Done | Refused:
         ended = self._switches.clear(command)
@@ -406,8 +577,11 @@ class Machine:
         return Done(revision=revision)
 
     def _switch_ended(self, ended: Switch) -> None:
+        """What it suppressed is not replayed. Who waits in line for a lease, and retries, go on."""
         if not ended.job:
             self._leases.unkilled(ended.tenant)
+        for key in self._occurrences.open_lines(ended.tenant, ended.job):
+            self._occurrences.changed[key] = None
 
     # ---- reads (return records; never mutate) --------------------------------------------------------------------
 
@@ -462,6 +636,81 @@ class Machine:
         """The strongest in force over a job; with job "", over all of the tenant."""
         return self._switches.effective(tenant, job)
 
+    def job(self, tenant: str, name: str) -> Job | None:
+        return self._jobs.table.get((tenant, name))
+
+    def jobs(self, tenant: str, prefix: str, after: str, limit: int) -> list[Job]:
+        """A page in order of name."""
+        return self._jobs.page(tenant, prefix, after, limit)
+
+    def job_revisions(self, tenant: str, name: str) -> list[JobRevision]:
+        """The kept ones, newest first."""
+        return list(reversed(self._jobs.revisions.get((tenant, name), ())))
+
+    def job_counts(self, tenant: str, name: str) -> tuple[int, int, int, int]:
+        """Occurrences that wait, runs, connected workers that fit the job, and their free slots."""
+        job, line = self._jobs.table.get((tenant, name)), self._occurrences.lines.get((tenant, name))
+        running = self._runs.of_job(tenant, name)
+        waiting = 0 if line is None else len(line.unfinished) - line.running
+        return (waiting, running, *((0, 0) if job is None else self._runs.capacity(job)))
+
+    @property
+    def tzdata(self) -> str:
+        """The version of the time-zone rules by which due times are computed; empty: none yet."""
+        return self._jobs.tzdata
+
+    def jobs_to_settle(self, wall_ms: int, limit: int) -> list[Job]:
+        """For the leader: those whose next due time is not computed, then those that are due, most overdue first."""
+        return self._jobs.to_settle(wall_ms, limit)
+
+    def next_due_wall_ms(self) -> int | None:
+        """The first of the next due times that are computed."""
+        return self._jobs.next_due_ms()
+
+    def occurrence(self, tenant: str, job: str, due_ms: int, sequence: int) -> Occurrence | None:
+        return self._occurrences.table.get((tenant, job, due_ms, sequence))
+
+    def occurrences_at(self, tenant: str, job: str, due_ms: int) -> list[Occurrence]:
+        """Of one due time, the schedule's first; also the range of missed ones that covers it."""
+        return self._occurrences.at(tenant, job, due_ms)
+
+    def occurrences(self, tenant: str, job: str, before: tuple[int, int] | None, limit: int) -> list[Occurrence]:
+        """A page, newest due time first; those before ``before``, a due time and a sequence."""
+        return self._occurrences.page(tenant, job, before, limit)
+
+    def jobs_with_history(self, tenant: str, prefix: str, after: str, limit: int) -> list[str]:
+        """Names, in order, of the jobs of which there are occurrences; deleted ones too."""
+        keys = islice(self._occurrences.line_order.after(tenant, prefix, after), limit)
+        return [name for _, name in keys]
+
+    def held(self, tenant: str, limit: int) -> list[Occurrence]:
+        """Those that wait for a person, the longest first."""
+        return self._occurrences.held(tenant, limit)
+
+    def waits_for(self, row: Occurrence) -> str:
+        """What keeps an occurrence from starting: time (its jitter or a wait), overlap, no worker, start rate, free
+        slot, or a switch ("paused k12"). Empty for one that runs or has ended."""
+        if row.state not in (OccurrenceState.PENDING, OccurrenceState.RETRYING):
+            return ""
+        if row.ready_ms > self._context.now_ms:
+            return "time"
+        return self._runs.waits_for(row) or ("start rate" if self._runs.held_back else "free slot")
+
+    def run(self, run: str) -> Run | None:
+        return self._runs.table.get(run)
+
+    def runs(self, tenant: str, job: str, after: int, limit: int) -> list[Run]:
+        """A page in order of token, of one job or, with "", of all; those after the token ``after``."""
+        return self._runs.page(tenant, job, after, limit)
+
+    def session_runs(self, session: str) -> list[Run]:
+        """In order of token."""
+        return self._runs.of_session(session)
+
+    def worker(self, session: str) -> Worker | None:
+        """What a session serves; None when it serves nothing."""
+        return self._runs.workers.get(session)
+
     def counts(self) -> dict[str, int]:
         """Sizes, for metrics."""
         return {
@@ -472,6 +721,12 @@ class Machine:
             "waiters": len(self._leases.waiters),
             "records": len(self._records.table),
             "record_bytes": self._records.bytes,
+            "jobs": len(self._jobs.table),
+            "job_bytes": self._jobs.bytes + self._occurrences.bytes,
+            "occurrences": len(self._occurrences.table),
+            "pending": self._occurrences.pending,
+            "runs": len(self._runs.table),
+            "workers": len(self._runs.workers),
             "requests": len(self._requests),
             "switches": self._switches.in_force_count,
             "events": self._context.history_length(),

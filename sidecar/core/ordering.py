@@ -5,16 +5,18 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import Any, Generic, TypeVar
 
 Key = tuple[str, str]
+Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
 _CHUNK_KEYS_MAX = 1_024
 
 
-class SortedKeys:
+class Sorted(Generic[Entry]):
     """A sorted list of distinct keys, cut into chunks so that adding and removing does not move all of them."""
 
-    def __init__(self, keys: Iterable[Key] = ()) -> None:
+    def __init__(self, keys: Iterable[Entry] = ()) -> None:
         ordered = sorted(keys)
         size = _CHUNK_KEYS_MAX // 2
         self._chunks = [ordered[start : start + size] for start in range(0, len(ordered), size)]
@@ -24,10 +26,10 @@ class SortedKeys:
     def __len__(self) -> int:
         return sum(map(len, self._chunks))
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[Entry]:
         return chain.from_iterable(self._chunks)
 
-    def add(self, key: Key) -> None:
+    def add(self, key: Entry) -> None:
         if not self._chunks:
             self._chunks, self._lasts = [[key]], [key]
             return
@@ -40,7 +42,7 @@ class SortedKeys:
             self._chunks[index : index + 1] = [chunk[:middle], chunk[middle:]]
             self._lasts[index : index + 1] = [chunk[middle - 1], chunk[-1]]
 
-    def remove(self, key: Key) -> None:
+    def remove(self, key: Entry) -> None:
         index = bisect_left(self._lasts, key)
         chunk = self._chunks[index]
         position = bisect_left(chunk, key)
@@ -50,6 +52,10 @@ class SortedKeys:
             self._lasts[index] = chunk[-1]
         else:
             del self._chunks[index], self._lasts[index]
+
+
+class SortedKeys(Sorted[Key]):
+    """Of names within tenants."""
 
     def after(self, tenant: str, prefix: str, after: str) -> Iterator[Key]:
         """Keys of a tenant whose name starts with ``prefix`` and comes after ``after``, in order."""

@@ -17,8 +17,12 @@ import msgspec
 from sidecar.core.commands import Limits, Stamp
 from sidecar.core.dedup import Record
 from sidecar.core.events import Event
+from sidecar.core.governor import Started
+from sidecar.core.jobs import Job, JobRevision
 from sidecar.core.leases import Lease, WaiterRow
+from sidecar.core.occurrences import Occurrence
 from sidecar.core.requests import Answer, StreamKey, UnaryKey
+from sidecar.core.runs import Run, Worker
 from sidecar.core.sessions import Session
 from sidecar.core.switches import Switch
 
@@ -52,6 +56,13 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     switches: list[Switch]
     kill_epoch: int
     floors: list[tuple[str, int]]
+    jobs: list[Job]
+    revisions: list[JobRevision]
+    occurrences: list[Occurrence]
+    runs: list[Run]
+    workers: list[Worker]
+    started: list[Started]
+    tzdata: str
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +72,8 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     last_token: int
     kill_epoch: int = 0
     floors: list[tuple[str, int]] = []
+    started: list[Started] = []
+    tzdata: str = ""
 
 
 class _Wire(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -77,6 +90,11 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     acknowledged: list[bytes]
     events: list[bytes]
     switches: list[bytes] = []
+    jobs: list[bytes] = []
+    revisions: list[bytes] = []
+    occurrences: list[bytes] = []
+    runs: list[bytes] = []
+    workers: list[bytes] = []
 
 
 class _Format(msgspec.Struct, frozen=True, array_like=True):
@@ -96,7 +114,16 @@ class Captured:
 
     def encode(self) -> bytes:
         state = self._state
-        head = _Head(state.limits, state.stamp, state.revision, state.last_token, state.kill_epoch, state.floors)
+        head = _Head(
+            state.limits,
+            state.stamp,
+            state.revision,
+            state.last_token,
+            state.kill_epoch,
+            state.floors,
+            state.started,
+            state.tzdata,
+        )
         return _ENCODER.encode(
             _Wire(
                 format=FORMAT,
@@ -110,6 +137,11 @@ class Captured:
                 acknowledged=_parts(state.acknowledged),
                 events=_parts(state.events),
                 switches=_parts(state.switches),
+                jobs=_parts(state.jobs),
+                revisions=_parts(state.revisions),
+                occurrences=_parts(state.occurrences),
+                runs=_parts(state.runs),
+                workers=_parts(state.workers),
             )
         )
 
@@ -143,6 +175,13 @@ def decode(payload: bytes) -> State:
             switches=_rows(wire.switches, list[Switch]),
             kill_epoch=head.kill_epoch,
             floors=head.floors,
+            jobs=_rows(wire.jobs, list[Job]),
+            revisions=_rows(wire.revisions, list[JobRevision]),
+            occurrences=_rows(wire.occurrences, list[Occurrence]),
+            runs=_rows(wire.runs, list[Run]),
+            workers=_rows(wire.workers, list[Worker]),
+            started=head.started,
+            tzdata=head.tzdata,
         )
     except msgspec.MsgspecError as error:
         raise SnapshotError(f"not a snapshot of this state machine, or a damaged one: {error}") from error
