@@ -194,13 +194,16 @@ def test_vixie_is_what_cronsim_does(case: tuple[Expression, str, DstPolicy, int,
     assert schedule.due(after, WALL_MAX_MS, 8) == expected
 
 
-def test_random_expressions_are_read() -> None:
+def test_random_expressions_are_read_and_described() -> None:
     """The walk would prove little if most of what it makes were refused."""
 
     @settings(max_examples=200, deadline=None, database=None)
     @given(expressions())
     def check(expression: Expression) -> None:
         schedule: Schedule = cron(expression.text)
-        assert all("never fires: no month" in problem.allowed for problem in problems(schedule))
+        wrong = problems(schedule)
+        assert all("never fires: no month" in problem.allowed for problem in wrong)
+        if not wrong:
+            assert expression.text in compile_schedule(schedule).describe()
 
     check()
