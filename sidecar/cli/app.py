@@ -6,7 +6,21 @@ from typing import Annotated
 
 import typer
 
-from sidecar.cli import dev, leases, lock, operate, records, serve, setup
+from sidecar.cli import (
+    dev,
+    explain,
+    imports,
+    jobs,
+    leases,
+    lock,
+    occurrences,
+    operate,
+    records,
+    serve,
+    setup,
+    switches,
+    worker,
+)
 from sidecar.cli.settings_flags import PASS_ON
 
 HELP = """Tenure: each scheduled job of an agent with N replicas runs on exactly one of them.
@@ -43,6 +57,22 @@ app.command("serve", help=serve.HELP, context_settings=PASS_ON)(serve.serve)
 app.add_typer(dev.app, name="dev")
 app.command("status")(operate.status)
 app.command("health")(operate.health)
+app.add_typer(jobs.app, name="job")
+jobs.app.command()(occurrences.trigger)
+jobs.app.command()(occurrences.backfill)
+jobs.app.command()(occurrences.occurrences)
+jobs.app.command()(occurrences.held)
+jobs.app.command()(occurrences.resolve)
+jobs.app.add_typer(imports.app, name="import")
+app.command("explain")(explain.explain)
+app.command("runs")(switches.runs)
+app.command("interrupt")(switches.interrupt)
+app.command("kill")(switches.kill)
+app.command("pause")(switches.pause)
+app.command("drain")(switches.drain)
+app.command("resume")(switches.resume)
+app.add_typer(switches.app, name="switch")
+app.command("worker", help=worker.HELP)(worker.worker)
 app.command("lock", help=lock.HELP)(lock.lock)
 app.add_typer(leases.app, name="lease")
 app.add_typer(records.app, name="dedup")

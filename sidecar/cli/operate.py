@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from tenure import Event
     from tenure.v1 import cluster_pb2
 
+# Less is the ordinary time between a due time and its entry in the log.
+SCHEDULE_LAG_SHOWN_MS = 2_000
+
 sessions = typer.Typer(help="The agents that are alive.", no_args_is_help=True)
 cluster = typer.Typer(help="Leadership, snapshots and digests.", no_args_is_help=True)
 
@@ -41,7 +44,10 @@ async def status(target: Target) -> None:
     print(f"log       applied {now.applied_index} of {now.commit_index} committed, {now.last_index} stored,", end=" ")
     print(f"snapshot {now.snapshot_index}")
     print(f"state     {now.sessions} sessions, {now.leases} leases, {now.records} records, revision {now.revision}")
+    print_work(now)
     print(f"process   version {now.version}, up {shown.duration(now.uptime_ms)}, wall clock {shown.wall(now.wall_ms)}")
+    for warning in now.warnings:
+        print(f"WARNING   {warning}")
     leads = now.role == 3
     rows = (
         (p.node_id, p.address, "yes" if p.connected else "NO", p.match_index if leads else "-",
@@ -51,6 +57,19 @@ async def status(target: Target) -> None:
     if now.peers:
         print()
         output.print_table(("peer", "address", "connected", "stored", "last answer"), rows)
+
+
+def print_work(now: cluster_pb2.GetStatusResponse) -> None:
+    """Jobs, what stops them, and whether their due times are computed."""
+    print(f"jobs      {now.jobs} jobs, {now.runs} running, {now.occurrences} occurrences kept")
+    stopped = f"{now.switches} IN FORCE; 'tenure switch ls' tells" if now.switches else "none in force"
+    print(f"switches  {stopped}; kill epoch {now.kill_epoch}")
+    if now.schedule_held_reason:
+        print(f"schedules HELD BACK: {now.schedule_held_reason}")
+    elif now.schedule_lag_ms > SCHEDULE_LAG_SHOWN_MS:
+        print(f"schedules {shown.duration(now.schedule_lag_ms)} behind")
+    if now.cluster_tzdata_version and now.tzdata_version != now.cluster_tzdata_version:
+        print(f"zones     this node has tzdata {now.tzdata_version}, the cluster goes by {now.cluster_tzdata_version}")
 
 
 @calling

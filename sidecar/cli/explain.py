@@ -1,0 +1,164 @@
+"""``tenure explain JOB [TIME]``: what became of a due time, and why; in lines that a tired person can read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sidecar.cli import calls, named, output, shown, times
+from sidecar.cli.calls import Target, calling
+from sidecar.cli.named import JobName, both, label
+from sidecar.cli.occurrences import resolve_command
+
+if TYPE_CHECKING:
+    from tenure.v1 import job_pb2
+
+ORIGINS = {
+    1: "by its schedule", 2: "caught up with, after it was late", 3: "triggered by hand", 4: "backfilled by hand",
+}  # fmt: skip
+
+
+@calling
+async def explain(
+    target: Target,
+    job: JobName,
+    time: Annotated[
+        str,
+        typer.Argument(
+            metavar="TIME",
+            help="A due time: RFC 3339; or, by the clocks of the job's zone, 09:00 (of today), 'yesterday 09:00' or "
+            "'2026-03-29 09:00'; or milliseconds since 1970.",
+            show_default="the last one",
+        ),
+    ] = "",
+) -> None:
+    """Tell the story of a due time: who ran it, what went on, the outcome; or why it did not run, and what to do."""
+    from tenure.v1 import job_pb2
+
+    tenant, name = named.job_of(target, job)
+    async with target.channel() as channel:
+        due_ms = 0
+        if time:
+            zone = (await named.get_job(target, channel, tenant, name)).spec.schedule.zone
+            due_ms = named.when(time, zone, "TIME")
+        request = job_pb2.ExplainOccurrenceRequest(tenant=tenant, job=name, due_wall_ms=due_ms)
+        response = await named.stub_of(channel).ExplainOccurrence(request, timeout=target.timeout)
+    if target.json:
+        output.print_json(calls.as_dict(response))
+    else:
+        print("\n".join(story(response, due_ms)))
+
+
+def story(told: job_pb2.ExplainOccurrenceResponse, due_ms: int) -> list[str]:
+    """The lines of an answer. ``due_ms``: the time that was asked for; 0 for the last one."""
+    zone = told.job.spec.schedule.zone
+    lines = []
+    if not told.occurrences:
+        asked = both(due_ms, zone) if due_ms else "no time so far"
+        lines.append(f"{told.job.tenant}/{told.job.name}: {asked}")
+    for occurrence in told.occurrences:
+        lines += [*([""] if lines else []), *occurrence_lines(occurrence, zone)]
+    if told.explanation:
+        lines.append(f"{label('why' if not told.occurrences or ended(told) else 'now')}{told.explanation}")
+    return [*lines, *beside(told, zone), *what_next(told)]
+
+
+def ended(told: job_pb2.ExplainOccurrenceResponse) -> bool:
+    from tenure.v1 import job_pb2
+
+    return all(each.state >= job_pb2.OCCURRENCE_STATE_SUCCEEDED for each in told.occurrences)
+
+
+def occurrence_lines(occurrence: job_pb2.Occurrence, zone: str) -> list[str]:
+    flags = "".join(f", {flag}" for flag in ("canary", "shadow") if getattr(occurrence, flag))
+    number = f" no. {occurrence.sequence}" if occurrence.sequence else ""
+    due = both(occurrence.due_wall_ms, zone)
+    if occurrence.count > 1:
+        due = f"{both(occurrence.first_due_wall_ms, zone)} to {due}, {occurrence.count} times"
+    origin = ORIGINS.get(occurrence.origin, "")
+    lines = [
+        f"{occurrence.tenant}/{occurrence.job}: {named.outcome(occurrence)}",
+        f"{label('due')}{due}",
+        f"{label('origin')}{origin}{number}{flags}, revision {occurrence.job_revision} of the job",
+    ]
+    lines += [step_line(step, zone) for step in occurrence.steps]
+    if occurrence.error:
+        lines.append(f"{label('error')}{occurrence.error}")
+    if occurrence.result:
+        lines.append(f"{label('result')}{shown.content(occurrence.result)}")
+    if occurrence.attempt > 1:
+        lines.append(f"{label('attempts')}{occurrence.attempt}")
+    return lines
+
+
+STEPS = {
+    "created": "it came up", "assigned": "attempt {attempt} given to {who}", "checkpointed": "state stored by {who}",
+    "interrupted": "{who} told to stop", "acknowledged": "{who} has stopped",
+    "run_ended": "attempt {attempt} over", "retrying": "will be tried again", "ended": "ended",
+    "resolved": "settled by a person",
+}  # fmt: skip
+
+
+def step_line(step: job_pb2.OccurrenceStep, zone: str) -> str:
+    """``  09:00:01.250Z  attempt 1 given to crawler on host-3 (session s12, run r7)``."""
+    who = f"{step.agent or 'an agent'}{f' on {step.host}' if step.host else ''}"
+    text = STEPS.get(step.what, step.what.replace("_", " ")).format(attempt=step.attempt, who=who)
+    ids = [f"session {step.session_id}" if step.session_id else "", f"run {step.run_id}" if step.run_id else ""]
+    known = ", ".join(filter(None, ids))
+    about = f" ({known})" if known else ""
+    why = f": {step.cause}" if step.cause else ""
+    by = f", by {step.actor}" if step.actor else ""
+    reason = f": {step.reason}" if step.reason else ""
+    return f"  {both_times(step.wall_ms, zone)}  {text}{about}{why}{by}{reason}"
+
+
+def both_times(ms: int, zone: str) -> str:
+    """A moment with its milliseconds, in UTC and local."""
+    from sidecar.scheduling import zones
+
+    utc = shown.wall(ms)
+    if zone in ("", "UTC"):
+        return utc
+    try:
+        return f"{utc} ({zones.local(ms - ms % 1_000, zone)[11:19]} local)"
+    except zones.UnknownZoneError:
+        return utc
+
+
+def beside(told: job_pb2.ExplainOccurrenceResponse, zone: str) -> list[str]:
+    lines = []
+    if told.previous_due_wall_ms:
+        lines.append(f"{label('before')}due {both(told.previous_due_wall_ms, zone)}")
+    if told.next_due_wall_ms:
+        lines.append(f"{label('after')}due {both(told.next_due_wall_ms, zone)}")
+    return lines
+
+
+def what_next(told: job_pb2.ExplainOccurrenceResponse) -> list[str]:
+    """Where to read on, whom to ask, and the commands that fit what has happened."""
+    from tenure.v1 import job_pb2
+
+    job = told.job
+    name = f"{job.tenant}/{job.name}"
+    todo = [resolve_command(each) for each in told.occurrences if each.held]
+    if job.switch_id:
+        scope = f"it is under switch {job.switch_id}"
+        todo.append(f"tenure switch show {job.switch_id}   # {scope}; 'tenure resume' ends it, nothing is replayed")
+    lost = (job_pb2.OCCURRENCE_STATE_FAILED, job_pb2.OCCURRENCE_STATE_MISSED, job_pb2.OCCURRENCE_STATE_SKIPPED)
+    for each in told.occurrences:
+        if each.state in lost and not each.shadow and not job.switch_id:
+            first, last = each.first_due_wall_ms or each.due_wall_ms, each.due_wall_ms
+            todo.append(
+                f"tenure job backfill {name} {times.rfc3339(first)} {times.rfc3339(last + 1)} --reason '...'"
+                "   # to run it after all"
+            )
+    if job.running and any(each.run_id for each in told.occurrences if not each.ended_wall_ms):
+        running = next(each.run_id for each in told.occurrences if each.run_id and not each.ended_wall_ms)
+        todo.append(f"tenure interrupt {running} --reason '...'   # to stop it")
+    lines = [f"{label('do')}{command}" if not n else f"{label('')}{command}" for n, command in enumerate(todo)]
+    if job.spec.runbook_url:
+        lines.append(f"{label('runbook')}{job.spec.runbook_url}")
+    if job.spec.owner:
+        lines.append(f"{label('owner')}{job.spec.owner}")
+    return lines

@@ -1,0 +1,6 @@
+"""stub"""
+
+HELP = "x"
+
+
+def worker() -> None: ...
