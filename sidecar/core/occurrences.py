@@ -558,6 +558,7 @@ class Occurrences:
         self.changed[key] = None
         self._trim(key)
         self._arm_expiry(line)
+        self.expire()  # its history may be over at once; also that of a deleted job of the same name
 
     def end_all(self, job: Job) -> None:
         """The job is about to go."""
@@ -572,6 +573,7 @@ class Occurrences:
         line = self.lines.get(key)
         if line is not None:
             self._arm_expiry(line)
+            self.expire()
 
     def switched_off(self, key: Key) -> None:
         """A switch was set over a job: what has not begun does not, and a kill leaves no retry."""
