@@ -10,6 +10,7 @@ from sidecar.consensus.node import Node
 from sidecar.consensus.ports import Clock
 from sidecar.observability.metrics import Metrics
 from sidecar.proposer import AsyncProposer
+from sidecar.scheduling.scheduler import Scheduler
 from sidecar.watch import WatchHub
 
 
@@ -22,6 +23,7 @@ class Runtime:
     node: Node
     proposer: AsyncProposer
     hub: WatchHub
+    scheduler: Scheduler
     metrics: Metrics = field(default_factory=Metrics)
     draining: bool = False
     # Right before the gRPC server is stopped: streams that break from now on are not their agents' fault.
@@ -43,7 +45,15 @@ class Runtime:
         quorum, has no vote, is draining, or has found something wrong with itself."""
         if self.draining:
             return "draining"
-        return self.trouble or self.displaced() or self.node.status().reason
+        return self.trouble or self.displaced() or self.node.status().reason or self._behind()
+
+    def _behind(self) -> str:
+        """A leader that does not fire what is due looks healthy in every other way."""
+        lag_ms = self.scheduler.lag_ms()
+        if lag_ms <= self.settings.schedule_lag_max_ms:
+            return ""
+        why = f": {self.scheduler.held_reason}" if self.scheduler.held_reason else ""
+        return f"schedules are {lag_ms // 1000} s behind{why}"
 
     def uptime_ms(self) -> int:
         return int((self.clock.monotonic_s() - self.started_s) * 1000)

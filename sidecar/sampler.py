@@ -4,17 +4,20 @@ the gauges."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from sidecar.consensus.log_store import DiskSpace, SqliteLogStore
 from sidecar.consensus.transport import TransportCounters
+from sidecar.core.events import Event, Kind
 from sidecar.renewal import Renewal
 from sidecar.runtime import Runtime
 from sidecar.version import VERSION
 
 PROBE_S = 0.1
+INTERRUPTS_MAX = 10_000
 READY_EVERY, DISK_EVERY, SKEW_EVERY, CERTIFICATES_EVERY = 2, 10, 50, 600  # in probes
 
 log = structlog.get_logger("tenure.sampler")
@@ -35,6 +38,9 @@ class Sampler:
         self._renewals = renewals
         self._reason: str | None = None
         runtime.metrics.before_scrape.append(self.refresh)
+        # Interrupts without an acknowledgement, by run: since when (cluster milliseconds).
+        self._interrupts: OrderedDict[str, int] = OrderedDict()
+        runtime.proposer.subscribe(self.count)
         runtime.metrics.build.info({"version": VERSION})
         runtime.metrics.disk_reserve.set(runtime.settings.disk_reserve_bytes)
         self._show_peers(peers)
@@ -122,6 +128,29 @@ class Sampler:
         if worst_ms > self._runtime.settings.skew_max_ms:
             log.warning("wall clocks differ", offsets_ms=dict(offsets), allowed_ms=self._runtime.settings.skew_max_ms)
 
+    def count(self, events: Sequence[Event]) -> None:
+        """What became of due times and runs; counted by the leader alone."""
+        if self._runtime.node.is_leader():
+            for event in events:
+                self._count(event)
+
+    def _count(self, event: Event) -> None:
+        metrics, due_s = self._runtime.metrics, event.due_ms / 1000
+        if event.kind is Kind.OCCURRENCE_ENDED:
+            metrics.due_times_ended(event.cause, event.reason, 1, due_s)
+        elif event.kind is Kind.OCCURRENCE_MISSED:
+            metrics.due_times_ended("missed", event.reason, event.count, due_s)
+        elif event.kind is Kind.RUN_ASSIGNED and event.attempt == 1:
+            metrics.start_lateness.observe(max(0, event.wall_ms - event.due_ms) / 1000)
+        elif event.kind is Kind.RUN_ENDED:
+            metrics.run_ends.labels(event.cause).inc()
+        elif event.kind is Kind.RUN_INTERRUPTED:
+            self._interrupts[event.run] = event.cluster_ms
+            if len(self._interrupts) > INTERRUPTS_MAX:
+                self._interrupts.popitem(last=False)
+        elif event.kind is Kind.RUN_INTERRUPT_ACKNOWLEDGED and event.run in self._interrupts:
+            metrics.interrupt_seconds.observe((event.cluster_ms - self._interrupts.pop(event.run)) / 1000)
+
     def refresh(self) -> None:
         """The gauges that are read off the state, right before a scrape."""
         metrics, runtime = self._runtime.metrics, self._runtime
@@ -158,3 +187,17 @@ class Sampler:
         metrics.queued.set(proposer.core.queued)
         metrics.watchers.set(self._runtime.hub.count)
         metrics.streams.set(len(self._runtime.streams))
+        self._refresh_jobs(counts)
+
+    def _refresh_jobs(self, counts: Mapping[str, int]) -> None:
+        metrics, machine, scheduler = self._runtime.metrics, self._runtime.proposer.machine, self._runtime.scheduler
+        metrics.jobs.set(counts["jobs"])
+        metrics.runs.set(counts["runs"])
+        metrics.workers.set(counts["workers"])
+        metrics.occurrences.set(counts["occurrences"])
+        metrics.occurrences_pending.set(counts["pending"])
+        metrics.switches.set(counts["switches"])
+        metrics.kill_epoch.set(machine.kill_epoch)
+        leads = self._runtime.node.is_leader()
+        metrics.scheduler_running.set(leads and not scheduler.held_reason)
+        metrics.schedule_lag.set(scheduler.lag_ms() / 1000)

@@ -41,6 +41,7 @@ from sidecar.proposer import AsyncProposer, Proposer, ProposerSettings
 from sidecar.renewal import Renewal
 from sidecar.runtime import Runtime
 from sidecar.sampler import Sampler
+from sidecar.scheduling.scheduler import Scheduler, SchedulerSettings, SchedulerTimer
 from sidecar.services import SERVER_OPTIONS, add_services
 from sidecar.version import VERSION
 from sidecar.watch import WatchHub
@@ -52,7 +53,7 @@ STOP_GRACE_S = 1.0  # for unary calls that are being answered when everybody els
 TURN_LATE_S = 10.0  # without a turn of the node for this long the process counts as dead
 # An agent without a stream renews its session by calls of its own; one that did so this lately is still there.
 UNARY_QUIET_S = 5.0
-CORE = ("sidecar.core", "sidecar.consensus", "sidecar.proposer")
+CORE = ("sidecar.core", "sidecar.consensus", "sidecar.proposer", "sidecar.scheduling")
 
 
 @unique
@@ -194,7 +195,9 @@ class Sidecar:
         facade = AsyncProposer(proposer, clock)
         facade.attach(self._node, self._loop.wake)
         hub = WatchHub(self._machine, facade, facade.read_barrier, watchers_max=settings.watchers_max)
-        self.runtime = Runtime(settings, clock, self._node, facade, hub, self.metrics)
+        scheduler = Scheduler(proposer, self._node, clock, scheduler_settings(settings))
+        self._scheduler = SchedulerTimer(scheduler, clock)
+        self.runtime = Runtime(settings, clock, self._node, facade, hub, scheduler, self.metrics)
         self.runtime.started_s = clock.monotonic_s()
         self.runtime.observe_request = self._observe_request
         self.runtime.displaced = self._transport.displaced
@@ -215,8 +218,10 @@ class Sidecar:
         running_loop.set_exception_handler(self._unhandled)
         task = running_loop.create_task(self._loop.run(self._node))
         task.add_done_callback(self._task_ended)
+        self._scheduler.start()
 
         async def stop() -> None:
+            self._scheduler.stop()
             self.runtime.proposer.stop()
             self._loop.stop()
             await asyncio.wait([task])
@@ -418,6 +423,10 @@ def node_settings(settings: Settings) -> NodeSettings:
         compact_entries=settings.snapshot_entries,
         compact_bytes=settings.snapshot_bytes,
     )
+
+
+def scheduler_settings(settings: Settings) -> SchedulerSettings:
+    return SchedulerSettings(nodes=len(settings.peer_ids) + 1, skew_max_ms=settings.schedule_skew_max_ms)
 
 
 def proposer_settings(settings: Settings) -> ProposerSettings:

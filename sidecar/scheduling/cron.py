@@ -2,9 +2,11 @@
 
 cronsim reads the expression and says which dates it names; what it found is kept as a table of the minutes of a day
 and, for each of the 14 kinds of years there are, a table of days. So a question costs a few look-ups, however far the
-answer is, and "never" is an answer, not a search. (cronsim's own stepping is what the tests compare with.)
+answer is, and "never" is an answer, not a search.
 
-Local times are milliseconds since 1970-01-01 00:00 of the same calendar, as if it were UTC.
+cronsim's own stepping is what the tests compare with, but not what is used: from within the second passing of a fold it
+goes back to the first, it steps over due times where clocks change by or at a part of an hour, it moves times out of a
+gap of a whole day, and it gives up after 50 years.
 """
 
 from __future__ import annotations
