@@ -11,7 +11,7 @@ from sidecar.services import health
 from sidecar.services.cluster import cluster_service
 from sidecar.services.notices import Notices
 from sidecar.services.operations import Operations
-from sidecar.services.resources import dedup_service, lease_service, session_service
+from sidecar.services.resources import dedup_service, job_service, lease_service, session_service, switch_service
 from sidecar.services.watch import watch_service
 
 if TYPE_CHECKING:
@@ -34,13 +34,16 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def add_services(server: grpc.aio.Server, runtime: Runtime) -> None:
-    """Register all services of the API, health and reflection. Called in the event loop, before the server starts."""
+def add_services(server: grpc.aio.Server, runtime: Runtime) -> Operations:
+    """Register all services of the API, health and reflection. Called in the event loop, before the server starts.
+    Returns what they are served by."""
     operations = Operations(runtime, Notices(runtime.proposer))
     services = [
         session_service(runtime, operations),
         lease_service(runtime, operations),
         dedup_service(runtime, operations),
+        job_service(runtime, operations),
+        switch_service(runtime, operations),
         watch_service(runtime),
         cluster_service(runtime, operations.reads),
     ]
@@ -50,3 +53,4 @@ def add_services(server: grpc.aio.Server, runtime: Runtime) -> None:
     health.Health(runtime, names).handlers().register(server)
     reflected = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(reflected, server)  # type: ignore[no-untyped-call]
+    return operations

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tenure.services")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-# One operation of operations.Operations.
+# One operation, see base.Resource.
 Start = Callable[[Any, Caller, Answer], Running | None]
 # A handler that streams: it may raise ApiError.
 Serve = Callable[[Any, Context], Awaitable[None]]

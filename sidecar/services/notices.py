@@ -1,4 +1,4 @@
-"""Brings committed events to those on this node who wait for them: calls in line, calls waiting for an outcome,
+"""Brings committed events to those on this node who wait for them: calls in line, for an outcome or for a run,
 observers of a lease, agent streams. One subscription for all; an event nobody waits for costs a few look-ups.
 """
 
@@ -18,6 +18,19 @@ Notice = Callable[[Event | None], None]  # None: events were skipped (a snapshot
 NameKey = tuple[str, str]  # tenant, lease name or idempotency key
 
 _OF_LEASES = range(Kind.LEASE_GRANTED, Kind.RECORD_BEGUN)
+_OF_RECORDS = range(Kind.RECORD_BEGUN, Kind.JOB_APPLIED)
+_OF_SWITCHES = (Kind.SWITCH_SET, Kind.SWITCH_CLEARED)
+# After these there may be a run for somebody who waits for one.
+_OF_WORK = frozenset(
+    {
+        Kind.OCCURRENCE_CREATED,
+        Kind.OCCURRENCE_ENDED,
+        Kind.OCCURRENCE_RESOLVED,
+        Kind.RUN_ENDED,
+        Kind.SWITCH_CLEARED,
+    }
+)
+FLEET = ""
 
 
 class StreamSink(Protocol):
@@ -66,6 +79,8 @@ class Notices:
         self.waiters: Registry[str] = Registry()  # by the waiter's name, which is unique
         self.records: Registry[NameKey] = Registry()
         self.leases: Registry[NameKey] = Registry()
+        self.work: Registry[str] = Registry()  # by tenant
+        self.switches: Registry[str] = Registry()  # by tenant; those of the fleet by ""
         self.streams: dict[str, StreamSink] = {}  # by session
         proposer.subscribe(self._committed, self._skipped)
 
@@ -75,15 +90,29 @@ class Notices:
                 self.waiters.tell(event.waiter, event)
             if event.kind in _OF_LEASES:
                 self.leases.tell((event.tenant, event.subject), event)
-            elif event.kind >= Kind.RECORD_BEGUN:
+            elif event.kind in _OF_RECORDS:
                 self.records.tell((event.tenant, event.subject), event)
+            elif event.kind > Kind.RECORD_FORGOTTEN:
+                self._of_jobs(event)
             sink = self.streams.get(event.session)
             if sink is not None:
                 sink.noticed(event)
 
+    def _of_jobs(self, event: Event) -> None:
+        if event.kind in _OF_SWITCHES:
+            self.switches.tell(event.tenant, event)
+        if event.kind not in _OF_WORK:
+            return
+        if event.tenant == FLEET:
+            self.work.tell_all()
+        else:
+            self.work.tell(event.tenant, event)
+
     def _skipped(self) -> None:
         self.waiters.tell_all()
+        self.work.tell_all()
         self.leases.tell_all()
         self.records.tell_all()
+        self.switches.tell_all()
         for sink in list(self.streams.values()):
             sink.noticed(None)

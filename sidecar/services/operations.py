@@ -1,30 +1,34 @@
-"""Every operation of the API but streams: check, translate, propose or read, translate back.
+"""Every operation of the API but streams: check, translate, propose or read, translate back (see base.Resource).
 
-Each takes the request, who calls, and a callback for the one answer; it raises ApiError for bad input, and returns what
-runs on when its caller may want to give it up. No coroutine: a stream starts a thousand of them in one go.
+Those on sessions, leases and records are here; those on jobs, runs and switches have a class each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 from tenure.v1 import dedup_pb2, lease_pb2, session_pb2
 
 from sidecar.core import commands
-from sidecar.core.commands import Reason, Refused, RequestKey
+from sidecar.core.commands import Reason, Refused
 from sidecar.core.dedup import RecordState
 from sidecar.core.leases import Lease
 from sidecar.core.sessions import Session
 from sidecar.proposer import Outcome
 from sidecar.services import translate
 from sidecar.services import validation as check
-from sidecar.services.calls import Answer, Caller, attempt
+from sidecar.services.base import LINEARIZABLE, Resource
+from sidecar.services.calls import Answer, Caller
 from sidecar.services.errors import ApiError, Problem, problem, refused, session_gone, unsuccessful
+from sidecar.services.jobs import Jobs
 from sidecar.services.notices import Notices
 from sidecar.services.pages import Page
 from sidecar.services.reads import Reads
+from sidecar.services.runs import Runs
+from sidecar.services.switches import Switches
+from sidecar.services.views import Views
 from sidecar.services.waiting import AcquireCall, BeginCall, Running
 
 if TYPE_CHECKING:
@@ -33,16 +37,39 @@ if TYPE_CHECKING:
 # Records looked at for one page of a list with a filter: the event loop is never held for long.
 SCAN_MAX, SCAN_STEP = 5_000, 500
 
-LINEARIZABLE = lease_pb2.CONSISTENCY_LINEARIZABLE
+# One operation: request, who calls, and the callback for the one answer.
+Start = Callable[[Any, Caller, Answer], Running | None]
 
 
-class Operations:
+class Operations(Resource):
     def __init__(self, runtime: Runtime, notices: Notices) -> None:
-        self._runtime = runtime
-        self._proposer = runtime.proposer
-        self._machine = runtime.proposer.machine
-        self.notices = notices
-        self.reads = Reads(runtime)
+        reads = Reads(runtime)
+        super().__init__(runtime, notices, reads)
+        self.views = Views(runtime)
+        self.jobs = Jobs(runtime, notices, reads, self.views)
+        self.runs = Runs(runtime, notices, reads, self.views)
+        self.switches = Switches(runtime, notices, reads, self.views)
+        # By the name of the body of an operation on a stream.
+        self.on_stream: dict[str, Start] = {
+            "acquire_lease": self.acquire_lease,
+            "release_lease": self.release_lease,
+            "transfer_lease": self.transfer_lease,
+            "check_lease": self.check_lease,
+            "get_lease": self.get_lease,
+            "begin_record": self.begin_record,
+            "complete_record": self.complete_record,
+            "fail_record": self.fail_record,
+            "get_record": self.get_record,
+            "close_session": self.close_session,
+            "serve_jobs": self.runs.serve_jobs,
+            "checkpoint_run": self.runs.checkpoint_run,
+            "complete_run": self.runs.complete_run,
+            "fail_run": self.runs.fail_run,
+            "acknowledge_interrupt": self.runs.acknowledge_interrupt,
+            "apply_jobs": self.jobs.apply_jobs,
+            "trigger_job": self.jobs.trigger_job,
+            "get_job": self.jobs.get_job,
+        }
 
     # ---- sessions ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +174,12 @@ class Operations:
 
         def produce(info: lease_pb2.ReadInfo) -> Message:
             lease = self._machine.lease(tenant, name)
-            held = {holder.token: holder.session for holder in lease.holders} if lease else {}
+            # What a kill has made stale is held yet, and current no more.
+            held = {
+                holder.token: holder.session
+                for holder in (lease.holders if lease is not None else ())
+                if not self._machine.killed_by(tenant, holder.kill_epoch)
+            }
             state = lease_pb2.TOKEN_STATE_CURRENT if token in held else lease_pb2.TOKEN_STATE_STALE
             if token > self._machine.last_token:
                 state = lease_pb2.TOKEN_STATE_UNKNOWN
@@ -280,30 +312,6 @@ class Operations:
 
     # ---- common -----------------------------------------------------------------------------------------------------
 
-    def _propose(
-        self,
-        command: commands.Command,
-        caller: Caller,
-        key: RequestKey,
-        answer: Answer,
-        expected: type[commands.Result],
-        translated: Callable[..., Message],
-    ) -> None:
-        def done(outcome: Outcome) -> None:
-            answer(attempt(translated, outcome) if isinstance(outcome, expected) else unsuccessful(outcome))
-
-        self._proposer.submit(command, done, timeout_ms=caller.timeout_ms, key=key)
-
     def _foreign(self, session: str) -> ApiError:
         message = f"session {session} belongs to another tenant"
         return refused(Refused(reason=Reason.SESSION_FOREIGN, message=message, facts=(("session_id", session),)))
-
-    def _read(
-        self,
-        consistency: lease_pb2.Consistency.ValueType,
-        caller: Caller,
-        answer: Answer,
-        produce: Callable[[lease_pb2.ReadInfo], Message],
-    ) -> None:
-        linearizable = translate.linearizable(consistency)
-        self.reads.read(produce, answer, linearizable=linearizable, timeout_ms=caller.timeout_ms)

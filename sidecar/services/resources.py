@@ -1,11 +1,11 @@
-"""Session, Lease and Dedup services: which operation serves which method. ObserveLease and Connect stream."""
+"""The services of the API but cluster and watch: which operation serves which method. ObserveLease, Connect stream."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
-from tenure.v1 import dedup_pb2, lease_pb2, session_pb2
+from tenure.v1 import dedup_pb2, job_pb2, lease_pb2, session_pb2, switch_pb2
 
 from sidecar.core.events import Event
 from sidecar.services import validation as check
@@ -60,6 +60,43 @@ def dedup_service(runtime: Runtime, operations: Operations) -> Handlers:
     handlers.unary("ResolveRecord", operations.resolve_record)
     handlers.unary("GetRecord", operations.get_record)
     handlers.unary("ListRecords", operations.list_records)
+    return handlers
+
+
+def job_service(runtime: Runtime, operations: Operations) -> Handlers:
+    handlers = Handlers(runtime, job_pb2.DESCRIPTOR.services_by_name["JobService"])
+    jobs, runs = operations.jobs, operations.runs
+    handlers.unary("ApplyJobs", jobs.apply_jobs)
+    handlers.unary("DeleteJob", jobs.delete_job)
+    handlers.unary("RollbackJob", jobs.rollback_job)
+    handlers.unary("GetJob", jobs.get_job)
+    handlers.unary("ListJobs", jobs.list_jobs)
+    handlers.unary("ListJobRevisions", jobs.list_job_revisions)
+    handlers.unary("PreviewJob", jobs.preview_job)
+    handlers.unary("TriggerJob", jobs.trigger_job)
+    handlers.unary("BackfillJob", jobs.backfill_job)
+    handlers.unary("ListOccurrences", jobs.list_occurrences)
+    handlers.unary("ExplainOccurrence", jobs.explain_occurrence)
+    handlers.unary("ResolveOccurrence", jobs.resolve_occurrence)
+    handlers.unary("ServeJobs", runs.serve_jobs)
+    handlers.unary_undoable("ClaimRun", runs.claim_run)
+    handlers.unary("CheckpointRun", runs.checkpoint_run)
+    handlers.unary("CompleteRun", runs.complete_run)
+    handlers.unary("FailRun", runs.fail_run)
+    handlers.unary("AcknowledgeInterrupt", runs.acknowledge_interrupt)
+    handlers.unary("InterruptRun", runs.interrupt_run)
+    handlers.unary("GetRun", runs.get_run)
+    handlers.unary("ListRuns", runs.list_runs)
+    return handlers
+
+
+def switch_service(runtime: Runtime, operations: Operations) -> Handlers:
+    handlers = Handlers(runtime, switch_pb2.DESCRIPTOR.services_by_name["SwitchService"])
+    switches = operations.switches
+    handlers.unary("SetSwitch", switches.set_switch)
+    handlers.unary("ClearSwitch", switches.clear_switch)
+    handlers.unary("GetSwitch", switches.get_switch)
+    handlers.unary("ListSwitches", switches.list_switches)
     return handlers
 
 

@@ -12,6 +12,9 @@ Rules:
    so when this sidecar ends the stream, nor when the agent had fallen silent before: it may be alive, cut off, and
    unable to see the break; then it counts on its ttl, and so must we.
 5. Everything is bounded: operations without an answer, keepalives without an acknowledgement, what is to be sent.
+6. What the session serves is kept by the cluster, not by the stream: after a break, runs go on, and new ones come over
+   the next stream. The switches that concern its tenant are told with the attach and at every change, before anything
+   that was committed later.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -28,12 +32,16 @@ from tenure.v1 import session_pb2
 from sidecar.core import commands
 from sidecar.core.commands import Reason, Refused, SessionsRenewed
 from sidecar.core.events import Event, Kind
+from sidecar.core.leases import Lease
+from sidecar.core.sessions import Session
 from sidecar.proposer import Failed, Failure, Outcome
 from sidecar.services import translate
 from sidecar.services import validation as check
 from sidecar.services.calls import Answer, Caller
 from sidecar.services.errors import ApiError, Problem, problem, refused, session_gone, unsuccessful
+from sidecar.services.feed import OF_RUNS, RunFeed
 from sidecar.services.handlers import Context, parsed
+from sidecar.services.notices import FLEET
 from sidecar.services.operations import Operations
 from sidecar.services.outbox import Outbox
 from sidecar.services.waiting import Running, insist
@@ -76,6 +84,8 @@ class AgentStream:
         self._closing = False
         # Leases that this stream itself gives back: no news to its holder.
         self._own_ends: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._feed: RunFeed | None = None  # set once attached
+        self._leave: list[Callable[[], None]] = []
         # Keepalives without an acknowledgement, oldest first, with the time of arrival.
         self._unconfirmed: deque[tuple[int, float]] = deque()
         self._confirmed_s = 0.0
@@ -141,21 +151,36 @@ class AgentStream:
             raise self._taken_over()
         self._ttl_s = row.ttl_ms / 1000
         self._confirmed_s = sent_before_s
-        self._operations.notices.streams[self._session] = self
-        self._runtime.streams[self._connection] = self.draining
-        shown = translate.session(row, self._proposer.cluster_now_ms())
-        held = self._machine.session_leases(self._session)
-        self._outbox.attached(
-            session_pb2.Attached(
-                session=shown,
-                node_id=self._runtime.settings.node_id,
-                resumed=bool(attach.session_id),
-                held=[session_pb2.LeaseGranted(name=lease.name, token=token) for lease, token in held[:HELD_MAX]],
-                held_complete=len(held) <= HELD_MAX,
-            )
-        )
+        self._listen()
+        self._outbox.attached(self._attached(row, resumed=bool(attach.session_id)))
         if self._runtime.draining:
             self.draining(self._runtime.settings.drain_timeout_ms)
+
+    def _listen(self) -> None:
+        notices = self._operations.notices
+        notices.streams[self._session] = self
+        self._runtime.streams[self._connection] = self.draining
+        self._leave = [notices.switches.add(tenant, self._switched) for tenant in (FLEET, self._tenant)]
+        outbox, views = self._outbox, self._operations.views
+        self._feed = RunFeed(self._machine, views, self._session, self._push, lambda: outbox.roomy)
+
+    def _attached(self, row: Session, *, resumed: bool) -> session_pb2.Attached:
+        """What the session has; a lease that a kill has made stale is not held any more."""
+        assert self._feed is not None
+        held = [
+            session_pb2.LeaseGranted(name=lease.name, token=token)
+            for lease, token in self._machine.session_leases(self._session)
+            if not self._is_killed(lease, token)
+        ]
+        return session_pb2.Attached(
+            session=translate.session(row, self._proposer.cluster_now_ms()),
+            node_id=self._runtime.settings.node_id,
+            resumed=resumed,
+            held=held[:HELD_MAX],
+            held_complete=len(held) <= HELD_MAX,
+            runs=self._feed.attached(),
+            switches=self._operations.views.switches_changed(self._tenant),
+        )
 
     async def _open(self, attach: session_pb2.Attach) -> None:
         if not attach.HasField("open"):
@@ -250,8 +275,7 @@ class AgentStream:
         )
         request = getattr(operation, body)
         self._note_own(body, request)
-        running: Running | None = getattr(self._operations, body)(request, caller, answer)
-        return running
+        return self._operations.on_stream[body](request, caller, answer)
 
     def _answer_to(self, operation: session_pb2.Operation, body: str) -> Answer:
         number, started_s = operation.id, self._loop.time()
@@ -336,6 +360,11 @@ class AgentStream:
                 self._lost("expired")
             elif row.connection != self._connection:
                 self._end(self._taken_over())
+            elif event is None and self._feed is not None:
+                self._feed.skipped()
+        elif event.kind in OF_RUNS:
+            if self._feed is not None:
+                self._feed.noticed(event)
         elif event.kind is Kind.LEASE_GRANTED:
             if event.cause == "transfer":
                 granted = session_pb2.LeaseGranted(name=event.subject, token=event.token)
@@ -371,6 +400,19 @@ class AgentStream:
             if len(self._own_ends) > OWN_ENDS_MAX:
                 self._own_ends.popitem(last=False)
 
+    def _switched(self, event: Event | None) -> None:
+        """A switch of the fleet or the tenant was set or has ended; None when some events were skipped."""
+        self._push(session_pb2.Push(switches=self._operations.views.switches_changed(self._tenant)))
+        if event is None or event.cause == "kill":
+            for lease, token in self._machine.session_leases(self._session):
+                if self._is_killed(lease, token):
+                    lost = session_pb2.LeaseLost(name=lease.name, token=token, cause="killed")
+                    self._push(session_pb2.Push(lease_lost=lost))
+
+    def _is_killed(self, lease: Lease, token: int) -> bool:
+        epochs = (holder.kill_epoch for holder in lease.holders if holder.token == token)
+        return any(self._machine.killed_by(self._tenant, epoch) for epoch in epochs)
+
     def _lost(self, cause: str) -> None:
         if not self._over.is_set():
             self._push(session_pb2.Push(session_lost=session_pb2.SessionLost(cause=cause)))
@@ -387,7 +429,7 @@ class AgentStream:
 
     def _send(self, put: Any, message: Message) -> None:
         put(message)
-        if self._outbox.overfull:
+        if self._outbox.overfull or (self._feed is not None and self._feed.overfull):
             self._verdict = problem(Problem.SLOW_READER, "the agent did not read its answers in time")
             self._over.set()
 
@@ -398,6 +440,8 @@ class AgentStream:
                 await self._outbox.filled()
                 while not self._outbox.empty:
                     await self._context.write(self._outbox.take())
+                    if self._feed is not None:
+                        self._feed.send()
         except grpc.aio.BaseError:  # the connection broke under it
             self._agent_left = True
         self._over.set()
@@ -417,6 +461,8 @@ class AgentStream:
         for _, running in self._running.values():
             if running is not None:
                 running.drop()
+        for leave in self._leave:
+            leave()
         self._runtime.streams.pop(self._connection, None)
         streams = self._operations.notices.streams
         if streams.get(self._session) is self:

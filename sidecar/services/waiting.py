@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Protocol
 
 from tenure.v1 import lease_pb2
@@ -28,6 +29,7 @@ from sidecar.core.commands import (
     CancelWait,
     DetachSession,
     Done,
+    FailRun,
     LeaseGranted,
     LeaseQueued,
     Reason,
@@ -61,7 +63,9 @@ class Running(Protocol):
 
 
 def insist(
-    proposer: AsyncProposer, command: CancelWait | DetachSession, done: Callable[[Outcome], None] | None = None
+    proposer: AsyncProposer,
+    command: CancelWait | DetachSession | FailRun,
+    done: Callable[[Outcome], None] | None = None,
 ) -> None:
     """Propose until it has happened, the session has ended, or this node stops. ``done`` gets the FIRST outcome."""
     loop = asyncio.get_running_loop()
@@ -80,6 +84,12 @@ def insist(
             loop.call_later(INSIST_PAUSE_S, propose)
 
     propose()
+
+
+def derived(key: RequestKey, number: int) -> RequestKey:
+    """The name of a further try of the same request: a repeat of the request walks through the same ones."""
+    name = f"{key.origin}\n{key.sequence}" if key.origin else key.name
+    return RequestKey(key.tenant, "", f"{blake2b(name.encode(), digest_size=16).hexdigest()}\n{number}")
 
 
 class AcquireCall:
@@ -280,8 +290,7 @@ class BeginCall:
 
     def _again(self) -> None:
         self._round += 1
-        base = f"{self._key.origin}\n{self._key.sequence}" if self._key.origin else self._key.name
-        self._propose(RequestKey(self._key.tenant, "", f"{base}\n{self._round}"))
+        self._propose(derived(self._key, self._round))
 
     def _timed_out(self) -> None:
         self._stop_waiting()

@@ -11,6 +11,7 @@ from sidecar.services import translate
 from sidecar.services import validation as check
 from sidecar.services.errors import ApiError, Problem, problem
 from sidecar.services.handlers import Context, Handlers, Writer
+from sidecar.services.notices import FLEET
 from sidecar.watch import (
     CompactedError,
     FutureRevisionError,
@@ -31,7 +32,8 @@ def watch_service(runtime: Runtime) -> Handlers:
     async def watch(request: watch_pb2.WatchRequest, context: Context) -> None:
         tenants = runtime.settings.tenants
         wanted = WatchFilter(
-            tenants=frozenset([check.tenant(request.tenant, tenants)] if request.tenant else tenants),
+            # What concerns the fleet concerns every tenant.
+            tenants=frozenset([FLEET, *([check.tenant(request.tenant, tenants)] if request.tenant else tenants)]),
             kinds=translate.event_kinds(request.kinds),
             subject_prefix=check.text(request.subject_prefix, "subject_prefix", KEY_BYTES_MAX),
         )

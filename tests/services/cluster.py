@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tenure.v1 import cluster_pb2_grpc, dedup_pb2_grpc, lease_pb2_grpc, session_pb2_grpc, watch_pb2_grpc
+from tenure.v1 import (
+    cluster_pb2_grpc,
+    dedup_pb2_grpc,
+    job_pb2_grpc,
+    lease_pb2_grpc,
+    session_pb2_grpc,
+    switch_pb2_grpc,
+    watch_pb2_grpc,
+)
 
 from sidecar.clock import SystemClock
 from sidecar.config import Settings
@@ -25,6 +33,7 @@ from sidecar.core.commands import Limits
 from sidecar.core.machine import Machine
 from sidecar.proposer import AsyncProposer, Proposer, ProposerSettings
 from sidecar.runtime import Runtime
+from sidecar.scheduling.scheduler import Scheduler, SchedulerSettings, SchedulerTimer
 from sidecar.services import SERVER_OPTIONS, add_services
 from sidecar.watch import WatchHub
 from tests.waiting import eventually
@@ -90,7 +99,10 @@ class Sidecar:
         )
         self.proposer.attach(node, self.node_loop.wake)
         hub = WatchHub(proposer.machine, self.proposer, self.proposer.read_barrier)
+        scheduler = Scheduler(proposer, node, clock, SchedulerSettings(nodes=len(self.ports)))
+        self.timer = SchedulerTimer(scheduler, clock)
         self.runtime = Runtime(
+            scheduler=scheduler,
             settings=self.settings,
             clock=clock,
             node=node,
@@ -100,9 +112,10 @@ class Sidecar:
         )
         self.task = asyncio.create_task(self.node_loop.run(node))
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_services(self.server, self.runtime)
+        self.operations = add_services(self.server, self.runtime)
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         await self.server.start()
+        self.timer.start()
         self.running = True
 
     async def stop(self) -> None:
@@ -111,6 +124,7 @@ class Sidecar:
         self.running = False
         self.runtime.stopping = True
         self.runtime.hub.close()
+        self.timer.stop()
         self.proposer.stop()
         await self.server.stop(0)
         self.node_loop.stop()
@@ -138,6 +152,8 @@ class Stubs:
         self.dedup = dedup_pb2_grpc.DedupServiceStub(self.channel)
         self.watch = watch_pb2_grpc.WatchServiceStub(self.channel)
         self.cluster = cluster_pb2_grpc.ClusterServiceStub(self.channel)
+        self.job = job_pb2_grpc.JobServiceStub(self.channel)
+        self.switch = switch_pb2_grpc.SwitchServiceStub(self.channel)
 
 
 class Cluster:

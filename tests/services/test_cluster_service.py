@@ -21,7 +21,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Health = health_pb2.HealthCheckResponse
-SERVICES = [f"tenure.v1.{name}Service" for name in ("Session", "Lease", "Dedup", "Watch", "Cluster")]
+SERVICES = [f"tenure.v1.{name}Service" for name in ("Session", "Lease", "Dedup", "Job", "Switch", "Watch", "Cluster")]
 
 
 async def status(cluster: Cluster, position: int = 0) -> cluster_pb2.GetStatusResponse:
