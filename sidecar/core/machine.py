@@ -368,6 +368,7 @@ class Machine:
         result = self._answer(request)
         self._end_what_is_due()  # with a grace of 0, what the request itself has asked to end
         self._runs.assign()
+        self._occurrences.expire()  # a job may keep less than before, or what kept its history waiting is gone
         return result, self._context.take_fresh()
 
     def _answer(self, request: Request) -> Result:
