@@ -107,13 +107,28 @@ class Ended:
         return self.status not in PERMANENT
 
 
+class LastWords(asyncio.Protocol):
+    """Standard error of a program: it goes on to the worker's, and the last of it is kept."""
+
+    def __init__(self) -> None:
+        self.kept, self.over = bytearray(), asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, data)
+        self.kept += data
+        del self.kept[:-ERROR_BYTES_MAX]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.over.set()
+
+
 class RunProcess:
     """The program of one run. Use it as an asynchronous context manager: at its end nothing of it is left."""
 
     def __init__(self, program: str, arguments: list[str], receipt: Receipt, safe_until: Callable[[], float]) -> None:
         """``safe_until``: the moment, on the clock of ``tenure.now``, until which the run is ours for certain."""
         self._program, self._arguments, self._receipt, self._safe_until = program, arguments, receipt, safe_until
-        self._last_words = bytearray()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopped = False
 
@@ -134,20 +149,25 @@ class RunProcess:
     async def _start(self, environment: Mapping[str, str]) -> None:
         guards_end, self._guard = os.pipe()
         os.set_blocking(self._guard, False)
+        said, says = os.pipe()
+        loop = asyncio.get_running_loop()
+        self._words = LastWords()
+        self._listening, _ = await loop.connect_read_pipe(lambda: self._words, os.fdopen(said, "rb", 0))
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-S", GUARDED, str(os.getpid()), str(guards_end), "group", self._program,
                 *self._arguments,
-                stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=os.environ | environment,
+                stdin=asyncio.subprocess.PIPE, stderr=says, env=os.environ | environment,
                 process_group=0, pass_fds=(guards_end,),
             )  # fmt: skip
         except BaseException:
             os.close(self._guard)
+            self._listening.close()
             raise
         finally:
             os.close(guards_end)
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(work()) for work in (self._tell_guard, self._feed, self._listen)]
+            os.close(says)
+        self._tasks = [loop.create_task(self._tell_guard()), loop.create_task(self._feed())]
 
     async def __aexit__(self, *_: object) -> None:
         if self._process.returncode is None:
@@ -160,6 +180,7 @@ class RunProcess:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listening.close()
         self._folder.cleanup()
 
     async def _tell_guard(self) -> None:
@@ -179,28 +200,21 @@ class RunProcess:
         """A program need not read what it is told."""
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            stdin.write(self._receipt.as_json())
-            await stdin.drain()
-            stdin.close()
-            await stdin.wait_closed()
-
-    async def _listen(self) -> None:
-        """Standard error goes on to the worker's; the last words are kept."""
-        stderr = self._process.stderr
-        assert stderr is not None
-        while data := await stderr.read(65_536):
-            with contextlib.suppress(OSError):
-                os.write(2, data)
-            self._last_words += data
-            del self._last_words[:-ERROR_BYTES_MAX]
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                stdin.write(self._receipt.as_json())
+                await stdin.drain()
+                stdin.close()
+                await stdin.wait_closed()
+        finally:
+            stdin.transport.abort()
 
     async def ended(self) -> Ended:
         """Waits for its end."""
         await self._process.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
-                await asyncio.shield(asyncio.wait([self._tasks[2]]))
+                await self._words.over.wait()
         return self._meaning()
 
     async def stop(self, within_s: float) -> None:
@@ -231,7 +245,7 @@ class RunProcess:
 
     def _error(self, code: int) -> str:
         how = f"exit status {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
-        said = self._last_words.decode(errors="replace").strip()
+        said = self._words.kept.decode(errors="replace").strip()
         text = f"{how}: {said}" if said else how
         while len(text.encode()) > ERROR_BYTES_MAX:  # the end of what it said matters most
             said = said[max(1, len(said) // 8) :]
