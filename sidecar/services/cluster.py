@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tenure.v1 import cluster_pb2
 
+from sidecar.core.jobs import Job
+from sidecar.scheduling.zones import tzdata_version
+from sidecar.services import specs
 from sidecar.services import validation as check
 from sidecar.services.calls import Caller
 from sidecar.services.errors import Problem, outcome_unknown, problem
@@ -17,6 +20,9 @@ from sidecar.version import VERSION
 
 if TYPE_CHECKING:
     from sidecar.runtime import Runtime
+
+CLOCK_OFFSET_MAX_MS = 1_000
+FLAGS_EVERY_MS, FLAGS_SHOWN_MAX, JOBS_STEP = 60_000, 10, 500
 
 
 def cluster_service(runtime: Runtime, reads: Reads) -> Handlers:
@@ -32,6 +38,8 @@ def cluster_service(runtime: Runtime, reads: Reads) -> Handlers:
 class _Cluster:
     def __init__(self, runtime: Runtime, reads: Reads) -> None:
         self._runtime, self._reads = runtime, reads
+        self._flags: list[str] = []
+        self._flags_at_ms = 0
 
     async def get_status(self, _: cluster_pb2.GetStatusRequest, __: Caller) -> cluster_pb2.GetStatusResponse:
         runtime = self._runtime
@@ -62,7 +70,47 @@ class _Cluster:
             wall_ms=runtime.clock.wall_ms(),
             version=VERSION,
             uptime_ms=runtime.uptime_ms(),
+            jobs=counts["jobs"],
+            runs=counts["runs"],
+            occurrences=counts["occurrences"],
+            switches=counts["switches"],
+            kill_epoch=machine.kill_epoch,
+            tzdata_version=tzdata_version(),
+            cluster_tzdata_version=machine.tzdata,
+            schedule_lag_ms=runtime.scheduler.lag_ms(),
+            schedule_held_reason=runtime.scheduler.held_reason,
+            warnings=[*runtime.scheduler.warnings(), *self._clocks(), *self._old_flags()],
         )
+
+    def _clocks(self) -> list[str]:
+        """Nodes whose wall clock differs; only the leader knows."""
+        return [
+            f"the clock of {peer} differs from that of this node by {offset_ms} ms"
+            for peer, offset_ms in self._runtime.node.clock_offsets_ms()
+            if abs(offset_ms) > CLOCK_OFFSET_MAX_MS
+        ]
+
+    def _old_flags(self) -> list[str]:
+        """Jobs that have been in shadow mode, or with a canary, for long. Looked for once a minute at most."""
+        wall_ms = self._runtime.clock.wall_ms()
+        if abs(wall_ms - self._flags_at_ms) >= FLAGS_EVERY_MS:
+            self._flags_at_ms = wall_ms
+            found = [
+                f"job {row.tenant}/{row.name}: {warning}"
+                for row in self._jobs()
+                if (warning := specs.flag_warning(row.spec, wall_ms, row.flag_since_ms))
+            ]
+            surplus = [f"and {len(found) - FLAGS_SHOWN_MAX} jobs more"] if len(found) > FLAGS_SHOWN_MAX else []
+            self._flags = found[:FLAGS_SHOWN_MAX] + surplus
+        return self._flags
+
+    def _jobs(self) -> Iterator[Job]:
+        machine = self._runtime.proposer.machine
+        for tenant in self._runtime.settings.tenants:
+            after = ""
+            while rows := machine.jobs(tenant, "", after, JOBS_STEP):
+                yield from rows
+                after = rows[-1].name
 
     def _peers(self, peers: Mapping[str, tuple[bool, int, int]]) -> list[cluster_pb2.PeerStatus]:
         addresses = self._runtime.settings.peers

@@ -133,7 +133,7 @@ REASONS: Mapping[Reason, Row] = {
     Reason.RECORD_MISMATCH: _row(Code.FAILED_PRECONDITION, "The key is in use with another fingerprint: the same key for different work."),
     Reason.RECORD_NOT_FOUND: _row(Code.NOT_FOUND, "There is no record of this key (never begun, or forgotten after its retention)."),
     Reason.RECORD_NOT_RUNNING: _row(Code.FAILED_PRECONDITION, "The record has no running attempt to complete or fail."),
-    Reason.ATTEMPT_STALE: _row(Code.FAILED_PRECONDITION, "Another attempt than this one is the record's. Discard the work."),
+    Reason.ATTEMPT_STALE: _row(Code.FAILED_PRECONDITION, "Another attempt than this one is that of the record or occurrence. Discard the work, or look again before you decide."),
     Reason.FENCE_STALE: _row(Code.FAILED_PRECONDITION, "The lease token that fences the record is no longer current. Discard the work."),
     Reason.RECORDS_FULL: _row(Code.RESOURCE_EXHAUSTED, "The limit of records, or of their bytes, is reached; nothing is forgotten early to make room.", retry_ms=5_000),
     Reason.RECORD_RESULT_MISMATCH: _row(Code.FAILED_PRECONDITION, "The attempt was completed before with another result. The first one stands."),

@@ -349,11 +349,17 @@ def warnings_of(spec: JobSpec, wall_ms: int, flag_since_ms: int = 0) -> list[str
         found.append(
             f"timeout_ms: {timeout} is longer than the period of {period}; one run that hangs has later ones skipped"
         )
+    flag = flag_warning(spec, wall_ms, flag_since_ms)
+    return [*found, flag] if flag else found
+
+
+def flag_warning(spec: JobSpec, wall_ms: int, flag_since_ms: int) -> str:
+    """Of a job that has been in shadow mode, or with a canary, for long; else empty."""
     age_ms = wall_ms - flag_since_ms
-    if flag_since_ms and age_ms > FLAG_AGE_MAX_MS:
-        flag = "in shadow mode" if spec.mode is s.Mode.SHADOW else "with a canary"
-        found.append(f"it has been {flag} for {age_ms // 86_400_000} days; take the flag away, or it is forgotten")
-    return found
+    if not flag_since_ms or age_ms <= FLAG_AGE_MAX_MS:
+        return ""
+    flag = "in shadow mode" if spec.mode is s.Mode.SHADOW else "with a canary"
+    return f"it has been {flag} for {age_ms // 86_400_000} days; take the flag away, or it is forgotten"
 
 
 def _period_ms(schedule: Schedule, wall_ms: int) -> int:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tenure.v1 import cluster_pb2, dedup_pb2, lease_pb2, session_pb2
+from tenure.v1 import cluster_pb2, dedup_pb2, job_pb2, lease_pb2, session_pb2, switch_pb2
 
-from sidecar.services import SERVER_OPTIONS
+from sidecar.scheduling.zones import tzdata_version
+from sidecar.services import SERVER_OPTIONS, specs
 from tests.services.calls import DEADLINE_S, Code, acquire, get_lease, open_session, refused
 from tests.services.cluster import Cluster, Stubs, running_cluster
+from tests.services.work import apply, assigned, definition, set_switch, trigger, worker
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -51,6 +53,26 @@ async def test_status_digest_and_snapshot(shared: Cluster) -> None:
     assert taken.snapshot_index >= digest.read.applied_index
     assert taken.size_bytes > 0
     assert (await status(shared)).snapshot_index == taken.snapshot_index
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_status_of_scheduled_work(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    stubs = cluster.stubs()
+    monkeypatch.setattr(specs, "FLAG_AGE_MAX_MS", -1)
+    shadow = definition("old-flag", mode=job_pb2.JOB_MODE_SHADOW)
+    await apply(stubs, shadow, definition("plain", timeout_ms=60_000))
+    await trigger(stubs, "plain")
+    async with worker(stubs, ["plain"]) as one:
+        await assigned(one)
+        await set_switch(
+            stubs, switch_pb2.SWITCH_SCOPE_JOB, switch_pb2.SWITCH_MODE_PAUSE, tenant="default", job="plain"
+        )
+        seen = await status(cluster)
+    assert (seen.jobs, seen.runs, seen.occurrences, seen.switches, seen.kill_epoch) == (2, 1, 1, 1, 0)
+    assert seen.tzdata_version == seen.cluster_tzdata_version == tzdata_version()
+    assert (seen.schedule_lag_ms, seen.schedule_held_reason) == (0, "")
+    assert [warning for warning in seen.warnings if "default/old-flag" in warning and "shadow mode" in warning]
+    assert not [warning for warning in seen.warnings if "plain" in warning]
 
 
 async def test_leadership_of_a_single_node_stays(shared: Cluster) -> None:

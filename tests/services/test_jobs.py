@@ -205,6 +205,20 @@ async def test_an_apply_is_whole_or_not_at_all(shared: Cluster) -> None:
     assert (await refused(call(stubs, "GetJob", name="whole-2"))).reason == "JOB_NOT_FOUND"
 
 
+async def test_the_answer_to_a_large_apply_is_bounded(shared: Cluster) -> None:
+    stubs = shared.stubs()
+    for priority in (1, 2):
+        jobs = [definition(f"bulk-{n}", priority=priority, payload=b"x" * 60_000) for n in range(14)]
+        answer = await apply(stubs, *jobs)
+        assert [job.after.priority for job in answer.jobs] == [priority] * 14
+        assert answer.ByteSize() < 2 << 20
+    assert answer.jobs[0].before.payload and answer.jobs[0].after.payload
+    assert not answer.jobs[-1].after.payload
+    assert answer.jobs[-1].before.priority == 1
+    listed = await call(stubs, "ListJobRevisions", name="bulk-0")
+    assert [row.spec.priority for row in listed.revisions] == [2, 1]
+
+
 async def test_a_repeated_apply_has_the_first_answer(shared: Cluster) -> None:
     stubs = shared.stubs()
     first = await apply(stubs, definition("once"), request_id="apply-once")

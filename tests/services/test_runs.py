@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 from tenure.v1 import dedup_pb2, job_pb2, session_pb2
 
 from sidecar.services import feed
 from sidecar.services.claims import NOT_DELIVERED
+from sidecar.services.handlers import Handlers
 from tests.services.calls import DEADLINE_S, Code, agent, open_session, refused
 from tests.services.cluster import Cluster, Stubs
 from tests.services.work import (
@@ -382,6 +384,38 @@ async def test_a_claim_that_nobody_hears_of_is_given_back(shared: Cluster) -> No
     row = await last(stubs, "unheard")
     given_back = [step for step in row.steps if NOT_DELIVERED in (step.reason, step.cause)]
     assert run.attempt == 1 + len(given_back)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), grpc.aio.InternalError("the call has ended")])
+async def test_a_run_whose_answer_cannot_be_sent_is_given_back(shared: Cluster, error: BaseException) -> None:
+    stubs, runtime = shared.stubs(), shared[0].runtime
+    name = f"unsent-{type(error).__name__}"
+    await apply(stubs, definition(name, **AT_ONCE))
+    await trigger(stubs, name)
+    session = await open_session(stubs, ttl_ms=60_000)
+    handlers = Handlers(runtime, job_pb2.DESCRIPTOR.services_by_name["JobService"])
+    request = job_pb2.ClaimRunRequest(tenant="default", session_id=session, jobs=[name])
+    given: list[job_pb2.Run] = []
+
+    async def send(answer: Any) -> None:
+        given.append(answer.run)
+        raise error
+
+    context: Any = GoneContext()
+    with pytest.raises(type(error)):
+        await handlers._run(shared[0].operations.runs.claim_run, request, context, send)
+    assert given[0].attempt == 1
+    again = (await claim(stubs, session, name, wait_ms=60_000, timeout_s=60)).run
+    assert again.attempt == 2
+    row = await last(stubs, name)
+    assert row.error == NOT_DELIVERED
+
+
+class GoneContext:
+    """Of a call whose caller is not there any more when the answer is sent."""
+
+    def time_remaining(self) -> float:
+        return DEADLINE_S
 
 
 async def test_jobs_that_are_due_are_given_to_agents_fairly(shared: Cluster) -> None:

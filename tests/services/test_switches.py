@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from tests.services.work import (
     clear_switch,
     complete,
     definition,
-    ended,
     explain,
     get_job,
     last,
@@ -319,7 +317,6 @@ async def test_a_kill_outlives_a_restart_and_nothing_is_replayed(trio: Cluster) 
     stubs = trio.stubs()
     await apply(stubs, definition("ticks", schedule={"interval": {"every_ms": 1_000}}, timeout_ms=1_000))
     row = await set_switch(stubs, TENANT, KILL, tenant="default")
-    session = await open_session(stubs)
 
     async def suppressed() -> int:
         return (await get_job(trio.stubs(), "ticks")).skipped_total
@@ -333,21 +330,19 @@ async def test_a_kill_outlives_a_restart_and_nothing_is_replayed(trio: Cluster) 
     await trio.ready()
     stubs = trio.stubs()
     assert [found.switch_id for found in await switches(stubs)] == [row.switch_id]
-    with contextlib.suppress(AssertionError):
-        await off(acquire(stubs, session, "after"))
+    await off(acquire(stubs, await open_session(stubs), "after"))
     await off(trigger(stubs, "ticks"))
     after = await suppressed()
     await eventually(lambda: _more(suppressed, after), what="due times that are skipped after the restart")
     async with worker(stubs, ["ticks"]) as one:
         cleared = await clear_switch(stubs, row.switch_id, "default")
         run = await assigned(one)
-        assert run.due_wall_ms >= cleared.ended_wall_ms - 1_000, "what was due before is over"
+        assert run.due_wall_ms >= cleared.ended_wall_ms, "what was due before is over"
         await one.do(2, **complete(run))
-    assert (await ended(stubs, "ticks")).state in (SKIPPED, job_pb2.OCCURRENCE_STATE_SUCCEEDED, 7)
     listed = await stubs.job.ListOccurrences(
         job_pb2.ListOccurrencesRequest(tenant="default", job="ticks"), timeout=DEADLINE_S
     )
-    due = [found for found in listed.occurrences if found.due_wall_ms < cleared.ended_wall_ms - 1_000]
+    due = [found for found in listed.occurrences if found.due_wall_ms < cleared.ended_wall_ms]
     assert due
     assert {found.state for found in due} <= {SKIPPED, job_pb2.OCCURRENCE_STATE_MISSED}
 

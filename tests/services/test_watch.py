@@ -8,13 +8,14 @@ from typing import Any
 
 import grpc
 import pytest
-from tenure.v1 import watch_pb2
+from tenure.v1 import switch_pb2, watch_pb2
 
 from sidecar.core.commands import Limits
 from sidecar.services import handlers
 from sidecar.watch import WatchHub
 from tests.services.calls import Code, acquire, open_session, refused, refused_stream, release
 from tests.services.cluster import Cluster, Stubs, running_cluster
+from tests.services.work import apply, assigned, clear_switch, complete, definition, set_switch, trigger, worker
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -61,6 +62,39 @@ async def test_from_now_on_and_from_a_revision(shared: Cluster) -> None:
     assert await take(again, 2) == seen[1:]
     for stream in (live, again):
         stream.cancel()
+
+
+async def test_the_life_of_an_occurrence(shared: Cluster) -> None:
+    """All that a consumer needs to follow the history without writing twice."""
+    stubs = shared.stubs()
+    start = last_revision(shared) + 1
+    await apply(stubs, definition("watched-job"))
+    created = await trigger(stubs, "watched-job")
+    async with worker(stubs, ["watched-job"]) as one:
+        run = await assigned(one)
+        await one.do(2, **complete(run))
+    fleet = await set_switch(stubs, switch_pb2.SWITCH_SCOPE_FLEET, switch_pb2.SWITCH_MODE_PAUSE, reason="why")
+    await clear_switch(stubs, fleet.switch_id)
+    stream = watch(stubs, start, subject_prefix="watched-job")
+    seen = await take(stream, 5)
+    kinds = [
+        KIND.EVENT_KIND_JOB_APPLIED,
+        KIND.EVENT_KIND_OCCURRENCE_CREATED,
+        KIND.EVENT_KIND_RUN_ASSIGNED,
+        KIND.EVENT_KIND_RUN_ENDED,
+        KIND.EVENT_KIND_OCCURRENCE_ENDED,
+    ]
+    assert [event.kind for event in seen] == kinds
+    assert {(event.due_wall_ms, event.sequence) for event in seen[1:]} == {(created.due_wall_ms, created.sequence)}
+    assert (seen[2].run_id, seen[2].session_id, seen[2].token) == (run.run_id, one.session, run.token)
+    assert [event.cause for event in seen[3:]] == ["succeeded", "succeeded"]
+    of_switches = [KIND.EVENT_KIND_SWITCH_SET, KIND.EVENT_KIND_SWITCH_CLEARED]
+    other = watch(stubs, start, tenant="other", kinds=of_switches)
+    told = await take(other, 2)
+    assert [(event.subject, event.tenant) for event in told] == [(fleet.switch_id, "")] * 2, "the fleet's concern all"
+    assert (told[0].cause, told[0].actor, told[0].reason) == ("pause", "me", "why")
+    for each in (stream, other):
+        each.cancel()
 
 
 async def test_filters(shared: Cluster) -> None:
