@@ -5,8 +5,8 @@ and, for each of the 14 kinds of years there are, a table of days. So a question
 answer is, and "never" is an answer, not a search.
 
 cronsim's own stepping is what the tests compare with, but not what is used: from within the second passing of a fold it
-goes back to the first, it steps over due times where clocks change by or at a part of an hour, it moves times out of a
-gap of a whole day, and it gives up after 50 years.
+goes back to the first, it steps over due times where clocks change by or at a part of an hour, it takes a midnight that
+does not exist for one that does, it moves times out of a gap of a whole day, and it gives up after 50 years.
 """
 
 from __future__ import annotations
