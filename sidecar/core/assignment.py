@@ -25,6 +25,7 @@ Head = tuple[int, int, int, str, str, int]
 Demand = tuple[tuple[tuple[str, tuple[str, ...]], ...], Canary | None, bool]
 Free = tuple[int, int, str]  # how busy, when last assigned, session: least is next
 GroupKey = tuple[str, tuple[str, ...]]  # tenant, what is served
+QueueKey = tuple[GroupKey, Demand]
 
 # Groups without workers that are kept for sessions that poll.
 POLLED_GROUPS_MAX = 64
@@ -107,11 +108,14 @@ class Assignment:
         self.groups = Groups()
         self._group_of: dict[str, Group] = {}
         self._polled: dict[GroupKey, None] = {}
-        # Heads to be looked at, each with the worker because of which, or "" when the head itself is new.
-        self._candidates: list[tuple[Head, str]] = []
-        self._eager: dict[str, None] = {}
+        # Queues to be looked at: a head came to them, or a worker got a free slot. Then the heads of those that are looked
+        # at now, in order; a queue has one candidate, the one that is noted, others of it are stale.
+        self._eager: dict[QueueKey, None] = {}
+        self._candidates: list[tuple[Head, int, QueueKey]] = []
+        self._candidate_of: dict[QueueKey, Head] = {}
+        self._count = 0
         # Groups and demands for which there is no free worker, within one round.
-        self._in_vain: dict[tuple[GroupKey, Demand], None] = {}
+        self._in_vain: dict[QueueKey, None] = {}
 
     # ---- workers -------------------------------------------------------------------------------------------------
 
@@ -131,7 +135,9 @@ class Assignment:
     def freed(self, session: str) -> None:
         """It may have a free slot that it had not before."""
         if self._list_free(session):
-            self._eager[session] = None
+            group = self._group_of[session]
+            for demand in group.queues:
+                self._eager[(group.key, demand)] = None
 
     def _list_free(self, session: str) -> bool:
         group, free = self._group_of.get(session), self._free(session)
@@ -181,7 +187,7 @@ class Assignment:
                 lowered, ready_ms, due_ms, sequence = places[0]
                 yield (lowered, ready_ms, due_ms, *line.key, sequence), demand_of(job, slot[1])
 
-    def _row(self, head: Head, demand: Demand | None = None) -> Occurrence | None:
+    def _row(self, head: Head, demand: Demand) -> Occurrence | None:
         """The occurrence, if it is (still) the first of its slot, may start, and makes that demand."""
         tenant, name = head[3:5]
         line = self._occurrences.lines.get((tenant, name))
@@ -193,7 +199,7 @@ class Assignment:
         if not places or places[0] != place or place[:2] != head[:2]:
             return None
         job = self._job(line.key)
-        if job is None or (demand is not None and demand_of(job, row.canary) != demand):
+        if job is None or demand_of(job, row.canary) != demand:
             return None
         return row if self._occurrences.may_start(line, slot[0]) else None
 
@@ -210,15 +216,21 @@ class Assignment:
         """The first head that the group serves and that fits the session."""
         best: Head | None = None
         for demand in list(group.queues):
-            queue = group.queues[demand]
-            while queue and self._row(queue[0], demand) is None:
-                heapq.heappop(queue)
-            if not queue:
-                del group.queues[demand]
-                group.queues_max.pop(demand, None)
-            elif (best is None or queue[0] < best) and fits(session, demand):
-                best = queue[0]
+            head = self._head(group, demand)
+            if head is not None and (best is None or head < best) and fits(session, demand):
+                best = head
         return best
+
+    def _head(self, group: Group, demand: Demand) -> Head | None:
+        """The first in a queue that is not stale."""
+        queue = group.queues.get(demand, [])
+        while queue and self._row(queue[0], demand) is None:
+            heapq.heappop(queue)
+        if queue:
+            return queue[0]
+        group.queues.pop(demand, None)
+        group.queues_max.pop(demand, None)
+        return None
 
     # ---- the round -----------------------------------------------------------------------------------------------
 
@@ -230,11 +242,9 @@ class Assignment:
             if line is None:
                 continue
             for head, demand in self._heads(line):
-                groups = self.groups.serving(*key)
-                for group in groups:
+                for group in self.groups.serving(*key):
                     self._queue(group, head, demand)
-                if groups:
-                    heapq.heappush(self._candidates, (head, ""))
+                    self._eager[(group.key, demand)] = None
         changed.clear()
 
     def next(self) -> tuple[Occurrence, Session] | None:
@@ -243,35 +253,38 @@ class Assignment:
         Unless the occurrence is then started, ended or put off, the same pair is given again.
         """
         self.offer()
-        for session in self._eager:
-            self._look_for(session)
+        for key in self._eager:
+            self._nominate(key)
         self._eager.clear()
         while self._candidates:
-            head, because_of = self._candidates[0]
-            row = self._row(head)
-            worker = None if row is None else self._worker_for(row)
-            if row is not None and worker is not None:
-                return row, worker
+            head, _, key = self._candidates[0]
+            if self._candidate_of.get(key) == head:
+                row = self._row(head, key[1])
+                worker = None if row is None else self._worker_for(row)
+                if row is not None and worker is not None:
+                    return row, worker
+                del self._candidate_of[key]
+                if row is None:
+                    self._nominate(key)
+                    continue
             heapq.heappop(self._candidates)
-            if because_of:
-                self._look_for(because_of)
         return None
+
+    def _nominate(self, key: QueueKey) -> None:
+        """The head of a queue becomes its candidate."""
+        group = self.groups.table.get(key[0])
+        head = None if group is None else self._head(group, key[1])
+        if head is not None and self._candidate_of.get(key) != head:
+            self._candidate_of[key] = head
+            self._count += 1  # so that nothing behind it is ever compared
+            heapq.heappush(self._candidates, (head, self._count, key))
 
     def begin_round(self) -> None:
         self._in_vain.clear()
 
     def assigned(self, session: str) -> None:
         """It was given the last pair's occurrence, and has a slot less."""
-        if self._list_free(session):
-            self._eager[session] = None
-
-    def _look_for(self, session: str) -> None:
-        """The next head for a worker that has a free slot."""
-        row, group = self._session(session), self._group_of.get(session)
-        if row is not None and group is not None and self._free(session) is not None:
-            head = self._best(group, row)
-            if head is not None:
-                heapq.heappush(self._candidates, (head, session))
+        self._list_free(session)
 
     def _worker_for(self, row: Occurrence) -> Session | None:
         """The least busy of those that fit."""
@@ -319,7 +332,7 @@ class Assignment:
             oldest = next(iter(self._polled))
             del self._polled[oldest]
             self._drop_if_unused(self.groups.table[oldest])
-        return None if head is None else self._row(head)
+        return None if head is None else self._occurrences.table[(head[3], head[4], head[2], head[5])]
 
     # ---- reads ---------------------------------------------------------------------------------------------------
 

@@ -210,6 +210,7 @@ class Occurrences:
         # Derived.
         self.bytes = 0
         self.pending = 0
+        self._history = 0  # rows in the histories of all lines
         self.lines: dict[Key, Line] = {}
         self.line_order = SortedKeys()
         self.ready_order = SortedKeys()  # of lines in which something is ready
@@ -558,7 +559,6 @@ class Occurrences:
         self.changed[key] = None
         self._trim(key)
         self._arm_expiry(line)
-        self.expire()  # its history may be over at once; also that of a deleted job of the same name
 
     def end_all(self, job: Job) -> None:
         """The job is about to go."""
@@ -573,7 +573,6 @@ class Occurrences:
         line = self.lines.get(key)
         if line is not None:
             self._arm_expiry(line)
-            self.expire()
 
     def switched_off(self, key: Key) -> None:
         """A switch was set over a job: what has not begun does not, and a kill leaves no retry."""
@@ -672,6 +671,7 @@ class Occurrences:
             if row.held:
                 self._held.setdefault(row.tenant, {})[key] = None
             else:
+                self._history += 1
                 insort(line.history, (row.ended_ms, *key[2:]))
                 self._arm_expiry(line)
             return
@@ -698,6 +698,7 @@ class Occurrences:
                 if not held:
                     del self._held[row.tenant]
             else:
+                self._history -= 1
                 del line.history[bisect_left(line.history, (row.ended_ms, *key[2:]))]
                 self._arm_expiry(line)
             return
@@ -759,24 +760,34 @@ class Occurrences:
         else:
             self.expiries.arm(line.key, expires_ms)
 
-    def _make_room(self, count: int = 1) -> bool:
-        """What ended, and would be the first to go, goes now; nothing that is unfinished or held does."""
+    def _make_room(self) -> bool:
+        """For one that is due: what ended, and would be the first to go, goes now."""
         limits = self._context.limits
-        for _ in range(MADE_ROOM_MAX + count):
-            fits = len(self.table) + count <= limits.occurrences_max
+        surplus = len(self.table) + 1 - limits.occurrences_max
+        if surplus > min(self._history, MADE_ROOM_MAX):
+            return False
+        for _ in range(MADE_ROOM_MAX):
+            oldest = self.expiries.first()
+            fits = len(self.table) < limits.occurrences_max
             if fits and self.bytes + self._jobs.bytes <= limits.job_bytes_max:
                 return True
-            oldest = self.expiries.first()
             if oldest is None:
                 return False
             self._drop_oldest(oldest)
         return False
 
     def _no_room(self, count: int, size: int) -> Refused | None:
-        if self._make_room(count):
-            return self.no_room_for(size)
+        """For what somebody asks for: nothing goes unless it is all let in."""
         limit = self._context.limits.occurrences_max
-        return full(Reason.OCCURRENCES_FULL, "no room for an occurrence", "occurrences_max", limit)
+        surplus = len(self.table) + count - limit
+        if surplus > min(self._history, MADE_ROOM_MAX + count):
+            return full(Reason.OCCURRENCES_FULL, "no room for an occurrence", "occurrences_max", limit)
+        refusal = self.no_room_for(size)
+        for _ in range(0 if refusal is not None else surplus):
+            oldest = self.expiries.first()
+            assert oldest is not None, "there is history, and nothing of it expires"
+            self._drop_oldest(oldest)
+        return refusal
 
     def no_room_for(self, growth: int) -> Refused | None:
         """Refuses what carries more than there is room for. What a run ends with always has room."""

@@ -38,5 +38,43 @@ def derived(machine: Machine) -> dict[str, object]:
         "ended switches": list(switches._ended),
         "switch numbers": list(switches._numbers),
         "kills": sorted(switches._kills.items()),
+        "jobs": derived_of_jobs(machine),
         "operations": {session: sorted(found) for session, found in sorted(requests._operations.items())},
+    }
+
+
+def derived_of_jobs(machine: Machine) -> dict[str, object]:
+    jobs, occurrences, runs = machine._jobs, machine._occurrences, machine._runs
+    lines = {
+        key: (
+            line.order,
+            line.history,
+            sorted(line.unfinished),
+            (line.running, line.retrying),
+            sorted(line.ready.items()),
+        )
+        for key, line in sorted(occurrences.lines.items())
+    }
+    return {
+        "order": list(jobs._order),
+        "due": list(jobs._due),
+        "not computed": sorted(jobs._not_computed),
+        "bytes": (jobs.bytes, occurrences.bytes),
+        "lines": lines,
+        "line order": list(occurrences.line_order),
+        "ready": list(occurrences.ready_order),
+        "open": list(occurrences.open_order),
+        "held": {tenant: sorted(held) for tenant, held in sorted(occurrences._held.items())},
+        "pending": (occurrences.pending, occurrences._history),
+        "expiries": sorted(occurrences.expiries._armed),
+        "runs of sessions": dict(sorted(runs._of_session.items())),
+        "runs of jobs": dict(sorted(runs._of_job.items())),
+        "runs of tenants": dict(sorted(runs._of_tenant.items())),
+        "busy": dict(sorted(runs._busy.items())),
+        "groups": {
+            key: sorted(group.members)
+            for key, group in sorted(runs._assignment.groups.table.items())
+            if group.members  # others are kept for sessions that poll
+        },
+        "held back": runs.held_back,
     }
