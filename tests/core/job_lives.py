@@ -22,7 +22,7 @@ WALL_MS = 1_800_000_000_000
 JOBS = (("t", "a"), ("t", "a"), ("t", "ab"), ("t", "b"), ("t", "c"), ("u", "a"))
 PASSING_MS = (0,) * 8 + (1, 20, 50, 50, 100, 100, 100, 200, 300, 500, 1_000, 4_000)
 WALL_STEPS_MS = (0,) * 60 + (-30_000, -1_500, 900, 15_000)
-LIMITS = c.Limits(events_max=200, starts_per_second_max=5)
+LIMITS = c.Limits(events_max=200, starts_per_second_max=3)
 
 
 class World:
@@ -35,6 +35,8 @@ class World:
         self.count = 0
         self.settlements: list[c.Settlement] = []
         self.past: list[c.Request] = []
+        # Claims that follow at once.
+        self.claims: list[c.Command] = []
 
     def pick(self, options: Sequence[T]) -> T:
         found: T = self._pick(options)
@@ -53,6 +55,9 @@ class World:
 
     def step(self) -> None:
         self.count += 1
+        if self.claims:
+            self.send(c.Request(command=self.claims.pop()))
+            return
         self.now_ms += self.pick(PASSING_MS)
         self.wall_offset_ms += self.pick(WALL_STEPS_MS)
         if self.one_in(40):
@@ -62,7 +67,7 @@ class World:
             return
         writers = (
             *(self.tick,) * 2, *(self.settle,) * 8, *(self.run,) * 14, *(self.session,) * 4, *(self.serve,) * 3,
-            *(self.apply_job,) * 2, *(self.by_hand,) * 3, self.switch, self.record, self.next_deadline,
+            *(self.apply_job,) * 2, *(self.by_hand,) * 3, *(self.switch,) * 3, self.record, self.next_deadline,
         )  # fmt: skip
         command = self.apply_job() if self.count <= 2 else self.open() if self.count <= 4 else self.pick(writers)()
         keyed = not isinstance(command, c.Tick | c.SettleDue | c.DetachSession | c.AttachSession | c.RenewSessions)
@@ -89,12 +94,14 @@ class World:
     def settle(self) -> c.Command:
         """A leader's; or an old one's, again or changed, which must change nothing."""
         if self.settlements and self.one_in(5):
-            return c.SettleDue(settlements=(self.pick(self.settlements[-30:]),))
+            return c.SettleDue(settlements=(self.pick(self.settlements[-6:]),))
         if self.one_in(20):
             return c.SetTzdata(version=self.pick(("2026a", "2026b")))
         waiting = self.machine.jobs_to_settle(self.wall_ms, self.pick((1, ALL)))
         found = tuple(self.settlement(job) for job in waiting)
         self.settlements.extend(found)
+        if self.one_in(3):
+            return c.Tick()  # it comes later, if at all
         # Two leaders at once: the same due times twice in one entry.
         return c.SettleDue(settlements=found * self.pick((1, 1, 2)))
 
@@ -126,6 +133,8 @@ class World:
         if job is not None and what == 1:
             return c.RollbackJob(tenant=tenant, name=name, to_revision=self.pick((0, 1, 2)), actor="ann", reason="r")
         spec = job.spec if job is not None and what == 2 else self.spec()
+        if job is not None and what <= 5:
+            spec = msgspec.structs.replace(spec, schedule=job.spec.schedule)
         expected = self.pick((-1, -1, -1, 0, 1, job.revision if job is not None else 0))
         definition = c.JobDefinition(tenant=tenant, name=name, spec=spec, expected_revision=expected)
         return c.ApplyJobs(jobs=(definition,), actor="ann", reason="r")
@@ -165,11 +174,11 @@ class World:
         pick = self.pick
         return s.Retry(
             attempts_max=1 if once else pick((1, 2, 4)),
-            initial_ms=pick((0, 200, 1_500)),
-            max_ms=3_000,
+            initial_ms=pick((0, 200, 1_500, 5_000)),
+            max_ms=6_000,
             jitter_percent=pick((0, 20)),
-            on_failure=pick((True, True, False)),
-            on_timeout=pick((True, True, False)),
+            on_failure=pick((True,) * 4 + (False,)),
+            on_timeout=pick((True,) * 4 + (False,)),
         )
 
     def by_hand(self) -> c.Command:
@@ -247,10 +256,12 @@ class World:
         rows = [run for tenant in ("t", "u") for run in self.machine.runs(tenant, "", 0, ALL)]
         if not rows and self.one_in(2):
             return self.serve()
-        if not rows or self.one_in(10):
+        if not rows or self.one_in(6):
             tenant = self.pick(("t", "t", "t", "u"))
             jobs = self.pick((("a",), ("*",), ("ab", "b")))
-            return c.ClaimRun(tenant=tenant, session=self.living(tenant), jobs=jobs)
+            claim = c.ClaimRun(tenant=tenant, session=self.living(tenant), jobs=jobs)
+            self.claims = [claim] * self.pick((0, 0, 5))
+            return claim
         return self.end(self.pick(rows))
 
     def end(self, run: Run) -> c.Command:
@@ -262,7 +273,7 @@ class World:
         if what <= 6:
             return c.CompleteRun(tenant=run.tenant, session=session, run=name, token=token, result=b"r")
         if what <= 10:
-            retryable, after_ms = self.pick((True, True, False)), self.pick((0, 0, 1_700))
+            retryable, after_ms = self.pick((True,) * 5 + (False,)), self.pick((0, 0, 1_700))
             return c.FailRun(
                 tenant=run.tenant,
                 session=session,
@@ -288,7 +299,7 @@ class World:
             row = self.pick(in_force)
             tenant = "nobody" if self.one_in(20) else row.tenant
             return c.ClearSwitch(tenant=tenant, switch=row.switch, actor="bob", reason="r")
-        if not self.one_in(3):
+        if not in_force and not self.one_in(3):
             return self.trigger(*self.pick(JOBS))
         tenant, job = self.pick((("", ""), ("t", ""), ("t", "a"), ("t", "b"), ("u", "a")))
         return c.SetSwitch(

@@ -284,6 +284,8 @@ class Judge:
         for job in self.jobs():
             rows = self.machine.occurrences(job.tenant, job.name, None, ALL)
             unfinished = [row for row in rows if row.state not in ENDED]
+            switch = self.machine.effective_switch(job.tenant, job.name)
+            assert (None if switch is None else switch.mode) is self.switch_over(job.tenant, job.name)
             for row in rows:
                 if row.state in ENDED:
                     self.check_ended(row)
@@ -323,10 +325,12 @@ class Judge:
         """If all that a job has is ready, none of it runs, and somebody has a slot for it, it would have started."""
         if not unfinished or any(row.run or row.ready_ms > self.now_ms for row in unfinished):
             return
-        limit = -(-self.machine.limits.starts_per_second_max // 10)
-        if sum(start > self.now_ms - 1_200 for start in self.starts) >= limit:
-            return
         if self.switch_over(job.tenant, job.name) is not None:
+            return
+        # By the start rate alone it may wait, and then not for long.
+        next_ms, a_step = self.machine.next_deadline_ms(), -(-self.machine.limits.starts_per_second_max // 10)
+        lately = sum(start > self.now_ms - 1_200 for start in self.starts)
+        if lately >= a_step and next_ms is not None and next_ms <= self.now_ms + 1_200:
             return
         for session in self.machine.sessions(job.tenant, "", ALL):
             patterns, slots = self.serves.get(session.session, ((), 0))
