@@ -4,7 +4,8 @@ Rules:
 1. Every write carries the writer's fencing token. A token smaller than the largest one seen is refused, in the same
    transaction that would have written. This is the only thing a resource has to do to be safe from a stale holder.
 2. A document is written in several transactions (header, one count per paragraph, digest, posting), so a crash leaves
-   it half-written. ``start`` of a later attempt wipes what an earlier one left and begins again.
+   it half-written. ``start`` of a later attempt wipes what an earlier one left and begins again, or goes on after the
+   paragraphs that it knows to be written (a checkpoint). ``withdraw`` takes back what is not posted.
 3. A posting stands for an effect that cannot be taken back, such as a mail. Nothing here stops a second one: that no
    document has two is the work of the lease, the token and the idempotency key, and the checker counts them.
 4. ``writes`` tells who wrote what, in order. Rows are only ever added.
@@ -13,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +64,18 @@ class Ledger:
 
     def __init__(self, path: Path, *, busy_timeout_ms: int = 2_000) -> None:
         self._db = sqlite3.connect(path, timeout=busy_timeout_ms / 1000, isolation_level=None)
-        self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + SCHEMA)
+        self._prepare(time.monotonic() + busy_timeout_ms / 1000)
+
+    def _prepare(self, deadline_s: float) -> None:
+        """Make the tables. SQLite does not wait for others while one changes the journal's mode, so we do."""
+        while True:
+            try:
+                self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;" + SCHEMA)
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.02)
 
     def close(self) -> None:
         self._db.close()
@@ -72,12 +85,15 @@ class Ledger:
         row = self._db.execute("SELECT max(CAST(substr(key, 7) AS INTEGER)) FROM documents").fetchone()
         return int(row[0] or 0)
 
-    def start(self, writer: Writer, key: str, paragraphs: int) -> Posting | None:
-        """Write the header, or return the posting when an earlier attempt got that far and died before saying so."""
+    def start(self, writer: Writer, key: str, paragraphs: int, *, keep: int = 0) -> Posting | None:
+        """Write the header, or return the posting when an earlier attempt got that far and died before saying so.
+
+        The counts of the first ``keep`` paragraphs stay.
+        """
         with self._write(writer, key, "start") as db:
             if posted := db.execute("SELECT words, digest FROM postings WHERE key = ?", (key,)).fetchone():
                 return Posting(*posted)
-            db.execute("DELETE FROM counts WHERE key = ?", (key,))
+            db.execute("DELETE FROM counts WHERE key = ? AND paragraph >= ?", (key, keep))
             db.execute("INSERT OR REPLACE INTO documents (key, paragraphs) VALUES (?, ?)", (key, paragraphs))
         return None
 
@@ -99,6 +115,12 @@ class Ledger:
             db.execute("INSERT INTO postings (key, words, digest) VALUES (?, ?, ?)", (key, words, digest))
             db.execute("UPDATE documents SET finished = 1 WHERE key = ?", (key,))
         return Posting(words, digest)
+
+    def withdraw(self, writer: Writer, key: str) -> None:
+        """Take back everything of a document that is not posted: nobody will finish it."""
+        with self._write(writer, key, "withdraw") as db:
+            db.execute("DELETE FROM counts WHERE key = :key AND :key NOT IN (SELECT key FROM postings)", {"key": key})
+            db.execute("DELETE FROM documents WHERE key = ? AND NOT finished", (key,))
 
     @contextmanager
     def _write(self, writer: Writer, key: str, step: str) -> Iterator[sqlite3.Connection]:

@@ -39,7 +39,8 @@ def dev(
     context: typer.Context,
     state_dir: StateDir = DEFAULT_STATE_DIR,
     examples: Annotated[
-        Path, typer.Option(help="The folder with inbox_agent.py and inbox/.", show_default="examples of the checkout")
+        Path,
+        typer.Option(help="The folder with the agents, jobs.yaml and inbox/.", show_default="examples of the checkout"),
     ] = CHECKOUT / "examples",
     keep: Annotated[
         bool, typer.Option("--keep", help="Go on with the data of the last run, and keep it at the end.")
@@ -102,6 +103,9 @@ def print_status(facts: dict[str, Any]) -> None:
     if facts["holder"]:
         holder = f"{facts['holder']}, token {facts['token']}, for {facts['held_ms'] / 1000:.0f} s"
     done = f"round {work['round']}: {work['finished']} of {work['documents']} documents, {work['posted']} posted in all"
+    if facts["program"] != "inbox_agent":
+        holder = f"{facts['holder']}, token {facts['token']}" if facts["holder"] else "nobody"
+        done = f"{work['posted']} posted in all"
     print(f"leader   {facts['leader'] or 'none'}, term {facts['term']}")
     print(f"holder   {holder}")
     print(f"work     {done}")
@@ -114,6 +118,17 @@ def print_status(facts: dict[str, Any]) -> None:
         ("agent", "running", "pid"),
         ((a["name"], "yes" if a["running"] else "no", a["pid"] or "-") for a in facts["agents"]),
     )
+    if facts["jobs"]:
+        print()
+        output.print_table(("job", "schedule", "switch", "now", "ok", "failed", "last"), map(job_row, facts["jobs"]))
+
+
+def job_row(job: dict[str, Any]) -> tuple[object, ...]:
+    totals = job["totals"]
+    switch = f"{job['mode']} {job['switch']}" if job["switch"] else "-"
+    now = ", ".join(run["agent"] for run in job["runs"]) or "-"
+    last = job["last"][0]["outcome"] if job["last"] else "-"
+    return (job["name"], job["schedule"], switch, now, totals["succeeded"], totals["failed"], last)
 
 
 def name_of(words: list[str]) -> str:

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -156,6 +156,31 @@ class Audit:
     def _one(self, sql: str, *values: object) -> int:
         return int(self._db.execute(sql, values).fetchone()[0])
 
+    def job_tally(self, prefix: str, running: Collection[int]) -> Tally:
+        """The counts of a job's effects right now. A half-written one is partial when none of the ``running`` tokens is
+        at it. What is never done, only the schedule can tell."""
+        try:
+            self._last = self._job_tally(f"{prefix}*", running)
+        except sqlite3.OperationalError:
+            self.close()
+        return self._last
+
+    def _job_tally(self, keys: str, running: Collection[int]) -> Tally:
+        open_keys = [
+            k for (k,) in self._db.execute("SELECT key FROM documents WHERE NOT finished AND key GLOB ?", (keys,))
+        ]
+        posted = self._one("SELECT count(*) FROM postings WHERE key GLOB ?", keys)
+        distinct = self._one("SELECT count(DISTINCT key) FROM postings WHERE key GLOB ?", keys)
+        return Tally(
+            finished=distinct,
+            posted=posted,
+            twice=self._one(
+                "SELECT count(*) FROM (SELECT key FROM postings WHERE key GLOB ? GROUP BY key HAVING count(*) > 1)",
+                keys,
+            ),
+            partial=sum(1 for key in open_keys if self._last_token(key) not in running),
+        )
+
     def postings(self) -> dict[str, list[Posting]]:
         found: dict[str, list[Posting]] = {}
         for key, words, digest in self._db.execute("SELECT key, words, digest FROM postings ORDER BY number"):
@@ -200,7 +225,7 @@ def check(audit: Audit, histories: Iterable[Path], records: dict[str, Record], r
         twice_in_ledger(postings, writes),
         twice_in_histories(writes, lines),
         never(expected, postings, lines, records),
-        partial_in_ledger(audit, postings),
+        partial_in_ledger(audit, postings, lambda key: audit.documents[name_of(key)]),
         partial_in_records(audit, postings, records),
     ):
         report.findings.extend(findings)
@@ -279,10 +304,12 @@ def never(
             yield Finding("never", key, "its record is complete, and the ledger has no posting")
 
 
-def partial_in_ledger(audit: Audit, postings: dict[str, list[Posting]]) -> Iterator[Finding]:
+def partial_in_ledger(
+    audit: Audit, postings: dict[str, list[Posting]], document_of: Callable[[str], Document]
+) -> Iterator[Finding]:
     counts, digests = audit.counts(), audit.digests()
     for key, finished in audit.finished_flags().items():
-        document = audit.documents[name_of(key)]
+        document = document_of(key)
         if not finished:
             yield Finding("partial", key, "begun and not finished")
             continue

@@ -23,6 +23,7 @@ from sidecar.dev.processes import Process, last_words
 
 CLUSTER_ID = "dev"
 LEASE = "inbox"
+ACTOR = "tenure dev"
 NODES = ("n1", "n2", "n3")
 AGENT_RESTART_S = 2.0
 AGENT_RESTART_MAX_S = 15.0
@@ -38,18 +39,36 @@ class Pace:
 
     ttl_ms: int = 5_000
     grace_ms: int = 1_000
-    # Between documents, and between the steps within one (which stand for the slow work of a real agent).
-    every_ms: int = 2_000
+    # Between the steps of a piece of work, which stand for the slow work of a real agent.
     step_ms: int = 200
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the three agents run: a module of the examples, what it is told besides, and the file of its jobs."""
+
+    module: str = "digest_agent"
+    arguments: tuple[str, ...] = ()
+    # Applied when the cluster is ready; empty: nothing is.
+    jobs: str = "jobs.yaml"
+    # The jobs whose runs write to the ledger.
+    writers: tuple[str, ...] = ("digest",)
+
+
+DIGEST = Program()
+# The slice without jobs: one of three holds a lease and works for as long as it does.
+INBOX = Program("inbox_agent", ("--every-ms", "2000"), jobs="", writers=())
 
 
 class DevCluster:
     """Everything that runs. ``note`` is told what happened, in words."""
 
-    def __init__(self, folder: Folder, examples: Path, pace: Pace, note: Callable[[str], None]) -> None:
-        if not (examples / "inbox_agent.py").is_file():
-            raise DevError(f"no inbox_agent.py in {examples}: say where the examples are with --examples")
-        self.folder, self.examples = folder, examples.absolute()
+    def __init__(
+        self, folder: Folder, examples: Path, pace: Pace, note: Callable[[str], None], program: Program = DIGEST
+    ) -> None:
+        if not (examples / f"{program.module}.py").is_file():
+            raise DevError(f"no {program.module}.py in {examples}: say where the examples are with --examples")
+        self.folder, self.examples, self.program = folder, examples.absolute(), program
         peer_ports = free_ports(2 * len(NODES))
         self.http_ports = dict(zip(NODES, peer_ports[len(NODES) :], strict=True))
         self._peer_ports = dict(zip(NODES, peer_ports, strict=False))
@@ -152,12 +171,12 @@ class DevCluster:
     def _agent(self, node: str, pace: Pace) -> Process:
         name = agent_of(node)
         command = [
-            sys.executable, "-m", f"{self.examples.name}.inbox_agent",
-            "--name", name, "--lease", LEASE,
+            sys.executable, "-m", f"{self.examples.name}.{self.program.module}",
+            "--name", name,
             "--inbox", str(self.examples / "inbox"), "--ledger", str(self.folder.ledger),
             "--history", str(self.folder.history(name)),
             "--ttl-ms", str(pace.ttl_ms), "--grace-ms", str(pace.grace_ms),
-            "--every-ms", str(pace.every_ms), "--step-ms", str(pace.step_ms),
+            "--step-ms", str(pace.step_ms), *self.program.arguments,
         ]  # fmt: skip
         environment = {"TENURE_ADDRESS": self.address(node)}
         return Process(name, command, environment, self.folder.log(name), self._ended, folder=self.examples.parent)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,8 +25,9 @@ from tenure.v1 import (
 
 from sidecar.dev import checker
 from sidecar.dev.cluster import LEASE, NODES, DevCluster
+from sidecar.dev.errors import DevError
+from sidecar.dev.jobs import TENANT, Jobs, JobsSeen, definitions_of
 
-TENANT = "default"
 POLL_S = 0.25
 CALL_TIMEOUT_S = 1.0
 EVENTS_MAX = 200
@@ -46,6 +49,9 @@ class Observed:
     statuses: dict[str, Status] = field(default_factory=dict)
     lease: lease_pb2.Lease | None = None
     sessions: list[session_pb2.Session] = field(default_factory=list)
+    work: JobsSeen = field(default_factory=JobsSeen)
+    # The job that keys and orders without a name are about; "" until jobs are known.
+    chosen: str = ""
     tally: checker.Tally = field(default_factory=checker.Tally)
     events: deque[watch_pb2.Event] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     # What was done to the cluster and what became of its processes, in words; and how many such notes there have been.
@@ -73,11 +79,29 @@ class Observed:
 
     @property
     def holder_agent(self) -> str:
-        return self.holder.agent if self.holder else ""
+        """The agent that holds the lease, or that is at work on the chosen job."""
+        if self.holder:
+            return self.holder.agent
+        run = self.work.run(self.chosen)
+        return run.agent if run else ""
+
+    @property
+    def token(self) -> int:
+        if self.holder:
+            return self.holder.token
+        run = self.work.run(self.chosen)
+        return run.token if run else 0
+
+    def choose_next(self) -> str:
+        """Makes the next job the chosen one."""
+        names = sorted(self.work.jobs)
+        if names:
+            self.chosen = names[(names.index(self.chosen) + 1) % len(names)] if self.chosen in names else names[0]
+        return self.chosen
 
 
 class Observer:
-    """Keeps ``seen`` up to date until ``stop``."""
+    """Keeps ``seen`` up to date until ``stop``, and applies the program's jobs as soon as somebody can take them."""
 
     def __init__(self, cluster: DevCluster, seen: Observed) -> None:
         self.seen = seen
@@ -90,6 +114,8 @@ class Observer:
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._poll()), asyncio.create_task(self._watch())]
+        if self._cluster.program.jobs:
+            self._tasks.append(asyncio.create_task(self._apply_jobs()))
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -109,10 +135,47 @@ class Observer:
         statuses = await asyncio.gather(*(self._status(name) for name in NODES))
         self.seen.statuses = {name: status for name, status in zip(NODES, statuses, strict=True) if status}
         if node := self._best():
-            await asyncio.gather(self._ask_lease(node), self._ask_sessions(node))
-        holder = self.seen.holder
-        self.seen.tally = self._audit.tally(holder.token if holder else 0)
+            ask_work = self._ask_jobs if self.with_jobs else self._ask_lease
+            await asyncio.gather(ask_work(node), self._ask_sessions(node))
+            self.seen.cluster_ms = self.seen.statuses[node].cluster_ms
+        self.seen.tally = self._tally()
         return self.seen
+
+    @functools.cached_property
+    def with_jobs(self) -> bool:
+        """Whether the agents work for scheduled jobs, and not for a lease."""
+        return self._cluster.program.module != "inbox_agent"
+
+    def jobs(self) -> Jobs:
+        """On the leader, or else on a node that answers. ``DevError`` when none does."""
+        node = self.seen.leader or self._best()
+        if not node:
+            raise DevError("no node answers")
+        return Jobs(self._channels[node])
+
+    def _tally(self) -> checker.Tally:
+        if not self.with_jobs:
+            return self._audit.tally(self.seen.token)
+        work = self.seen.work
+        running = {run.token for job in work.jobs.values() for run in job.runs}
+        tally = self._audit.job_tally("job/", running)
+        # What Tenure counts as succeeded was asked before the ledger, so the ledger has at least as many.
+        succeeded = sum(work.jobs[name].succeeded_total for name in self._cluster.program.writers if name in work.jobs)
+        return dataclasses.replace(tally, never=max(0, succeeded - tally.finished))
+
+    async def _apply_jobs(self) -> None:
+        """The jobs of the file, as soon as there is a leader. A refusal ends this with its words."""
+        definitions = definitions_of(self._cluster.examples / self._cluster.program.jobs)
+        while True:
+            if self.seen.leader:
+                try:
+                    applied = await self.jobs().apply(definitions)
+                    self.seen.note("applied " + ", ".join(f"{job.name} revision {job.revision}" for job in applied))
+                    return
+                except grpc.aio.AioRpcError as error:
+                    if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+                        raise DevError(f"{self._cluster.program.jobs}: {error.details()}") from error
+            await asyncio.sleep(POLL_S)
 
     async def transfer_leadership(self, to: str) -> str:
         """Move Raft leadership to a node; returns the leader that is known afterwards."""
@@ -147,7 +210,12 @@ class Observer:
                 request, timeout=CALL_TIMEOUT_S
             )
             self.seen.lease = answer.lease
-            self.seen.cluster_ms = self.seen.statuses[node].cluster_ms
+
+    async def _ask_jobs(self, node: str) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            self.seen.work = await Jobs(self._channels[node]).look()
+            if self.seen.chosen not in self.seen.work.jobs:
+                self.seen.choose_next()
 
     async def _ask_sessions(self, node: str) -> None:
         request = session_pb2.ListSessionsRequest(tenant=TENANT)

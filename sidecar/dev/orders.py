@@ -11,11 +11,17 @@ import contextlib
 import json
 from typing import Any
 
+from tenure.v1 import job_pb2, switch_pb2
+from tenure.v1.job_pb2 import OccurrenceState
+from tenure.v1.switch_pb2 import SwitchMode
+
 from sidecar.dev.cluster import DevCluster, node_of
 from sidecar.dev.errors import DevError
 from sidecar.dev.observer import LEADER, Observed, Observer
 
 REPLY_TIMEOUT_S = 15.0
+# A run of a job that is due every few seconds comes within this.
+RUN_TIMEOUT_S = 8.0
 LINE_BYTES_MAX = 65_536
 
 
@@ -41,6 +47,39 @@ class Orders:
         self._cluster.heal()
         return "all links are whole"
 
+    async def trigger(self, job: str = "") -> str:
+        name = self._job(job)
+        occurrence = await self._observer.jobs().trigger(name)
+        return self._said(
+            f"triggered {name}: {outcome_of(occurrence)}{f' ({occurrence.reason})' if occurrence.reason else ''}"
+        )
+
+    async def switch(self, mode: str, job: str = "") -> str:
+        """``pause``, ``drain`` or ``kill`` a job."""
+        name = self._job(job)
+        switch = await self._observer.jobs().set_switch(name, mode)
+        return self._said(f"{mode} of {name} is in force, switch {switch.switch_id}")
+
+    async def resume(self, job: str = "") -> str:
+        """Clear the switch of a job. What it suppressed is not made up for."""
+        name = self._job(job)
+        await self._observer.refresh()
+        switch = self._observer.seen.work.switch(name)
+        if switch is None:
+            raise DevError(f"no switch is in force for {name}")
+        ended = await self._observer.jobs().clear_switch(switch)
+        return self._said(f"{name} goes on; switch {ended.switch_id} suppressed {ended.suppressed}")
+
+    def _job(self, job: str) -> str:
+        name = job or self._observer.seen.chosen
+        if not name:
+            raise DevError("no job is known yet")
+        return name
+
+    def _said(self, text: str) -> str:
+        self._observer.seen.note(text)
+        return text
+
     async def restart(self, target: str) -> str:
         """A node, or ``all`` that are down."""
         names = await self._cluster.restart("" if target == "all" else await self._resolve(target))
@@ -57,28 +96,41 @@ class Orders:
                 return {"said": await self.heal()}
             case {"order": "restart", "target": str(target)}:
                 return {"said": await self.restart(target)}
+            case {"order": "trigger", "target": str(target)}:
+                return {"said": await self.trigger(target)}
+            case {"order": "pause" | "drain" as mode, "target": str(target)}:
+                return {"said": await self.switch(mode, target)}
+            case {"order": "kill_job", "target": str(target)}:
+                return {"said": await self.switch("kill", target)}
+            case {"order": "resume", "target": str(target)}:
+                return {"said": await self.resume(target)}
             case {"order": "status"}:
                 return {"status": describe(self._cluster, self._observer.seen)}
         raise DevError(f"not an order: {order}")
 
     async def _resolve(self, target: str) -> str:
-        if target in ("leader", "holder"):
+        if target not in ("leader", "holder"):
+            return f"n{target}" if target.isdigit() else target
+        deadline = asyncio.get_running_loop().time() + (RUN_TIMEOUT_S if self._observer.with_jobs else 0)
+        while True:
             seen = await self._observer.refresh()
-            found = seen.leader if target == "leader" else seen.holder_agent
-            if not found:
+            if found := seen.leader if target == "leader" else seen.holder_agent:
+                return found
+            # A holder of a job comes with its next run; without any job there is none to wait for.
+            if target == "leader" or not seen.chosen or asyncio.get_running_loop().time() > deadline:
                 raise DevError(f"there is no {target} now")
-            return found
-        return f"n{target}" if target.isdigit() else target
+            await asyncio.sleep(0.02)
 
 
 def describe(cluster: DevCluster, seen: Observed) -> dict[str, Any]:
     """The cluster in plain values."""
     holder, tally = seen.holder, seen.tally
     return {
+        "program": cluster.program.module,
         "leader": seen.leader,
         "term": seen.term,
         "holder": seen.holder_agent,
-        "token": holder.token if holder else 0,
+        "token": seen.token,
         "held_ms": seen.cluster_ms - holder.granted_ms if holder else 0,
         "sessions": len(seen.sessions),
         "nodes": [describe_node(cluster, seen, name) for name in cluster.nodes],
@@ -90,6 +142,8 @@ def describe(cluster: DevCluster, seen: Observed) -> dict[str, Any]:
             "round": tally.round, "finished": tally.finished, "documents": tally.documents, "posted": tally.posted,
             "twice": tally.twice, "never": tally.never, "partial": tally.partial,
         },
+        "jobs": [describe_job(job, seen) for _, job in sorted(seen.work.jobs.items())],
+        "switches": [describe_switch(switch) for switch in seen.work.switches],
         "http": {name: f"http://127.0.0.1:{port}" for name, port in cluster.http_ports.items()},
     }  # fmt: skip
 
@@ -109,6 +163,42 @@ def describe_node(cluster: DevCluster, seen: Observed, name: str) -> dict[str, A
     role = "leader" if status.role == LEADER else "follower" if status.leader_id else "looking for a leader"
     health = "ready" if status.ready else status.not_ready_reason or "not ready"
     return node | {"role": role, "term": status.term, "applied": status.applied_index, "health": health}
+
+
+def describe_job(job: job_pb2.Job, seen: Observed) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "chosen": job.name == seen.chosen,
+        "schedule": job.schedule_text,
+        "next_due_ms": job.next_due_wall_ms,
+        "runs": [
+            {"run": run.run_id, "agent": run.agent, "attempt": run.attempt, "token": run.token} for run in job.runs
+        ],
+        "pending": job.pending,
+        "switch": job.switch_id,
+        "mode": SwitchMode.Name(job.switch_mode).removeprefix("SWITCH_MODE_").lower() if job.switch_id else "",
+        "last": [
+            {"due_ms": each.due_wall_ms, "outcome": outcome_of(each), "reason": each.reason, "attempt": each.attempt}
+            for each in job.recent
+        ],
+        "totals": {
+            "succeeded": job.succeeded_total, "failed": job.failed_total, "skipped": job.skipped_total,
+            "missed": job.missed_total, "cancelled": job.cancelled_total, "unknown": job.unknown_total,
+        },
+    }  # fmt: skip
+
+
+def outcome_of(occurrence: job_pb2.Occurrence) -> str:
+    return OccurrenceState.Name(occurrence.state).removeprefix("OCCURRENCE_STATE_").lower()
+
+
+def describe_switch(switch: switch_pb2.Switch) -> dict[str, Any]:
+    scope = switch.job or (f"tenant {switch.tenant}" if switch.tenant else "the fleet")
+    mode = SwitchMode.Name(switch.mode).removeprefix("SWITCH_MODE_").lower()
+    return {
+        "id": switch.switch_id, "scope": scope, "mode": mode, "actor": switch.actor, "reason": switch.reason,
+        "runs_left": switch.runs_left, "suppressed": switch.suppressed, "effect_ms": switch.effect_ms,
+    }  # fmt: skip
 
 
 class ControlServer:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 
 from sidecar.dev import view
-from sidecar.dev.cluster import DevCluster, Pace
+from sidecar.dev.cluster import DIGEST, DevCluster, Pace, Program
 from sidecar.dev.errors import DevError
 from sidecar.dev.folder import Folder
 from sidecar.dev.observer import Observed, Observer
@@ -34,6 +34,7 @@ class Options:
     keep: bool = False
     plain: bool = False
     pace: Pace = field(default_factory=Pace)
+    program: Program = DIGEST
 
 
 @dataclass
@@ -54,7 +55,7 @@ async def running(options: Options) -> AsyncIterator[Running]:
     keep = options.keep
     seen = Observed()
     try:
-        cluster = DevCluster(folder, options.examples, options.pace, seen.note)
+        cluster = DevCluster(folder, options.examples, options.pace, seen.note, options.program)
         observer = Observer(cluster, seen)
         orders = Orders(cluster, observer)
         control = ControlServer(orders, str(folder.control_socket))
@@ -117,6 +118,10 @@ async def show_screen(dev: Running, console: Console, stop: asyncio.Event) -> No
         "p": lambda: dev.orders.partition("leader", False),
         "e": dev.orders.heal,
         "r": lambda: dev.orders.restart("all"),
+        "t": dev.orders.trigger,
+        "u": lambda: dev.orders.switch("pause"),
+        "x": lambda: dev.orders.switch("kill"),
+        "c": dev.orders.resume,
     }
     acts: set[asyncio.Task[None]] = set()
 
@@ -129,6 +134,8 @@ async def show_screen(dev: Running, console: Console, stop: asyncio.Event) -> No
     def pressed(key: str) -> None:
         if key in ("q", "\x03"):
             stop.set()
+        elif key == "j":
+            dev.observer.seen.choose_next()
         elif key in keys:
             task = asyncio.get_running_loop().create_task(act(key))
             acts.add(task)
