@@ -120,7 +120,7 @@ class ClaimCall:
                 self._timer = self._loop.call_later(LOOK_S, looked)
 
         def noticed(event: Event | None) -> None:
-            if event is None or self._concerns(event):
+            if (event is None or self._concerns(event)) and self._is_something_pending():
                 self._stop_waiting()
                 self._again()
 

@@ -52,10 +52,13 @@ class RunFeed:
         return len(self._waiting) > WAITING_MAX
 
     def attached(self) -> list[job_pb2.Run]:
-        """All runs of the session. Those beyond the bound have no more than their names, and are pushed."""
+        """The runs that were given to the session. Those beyond the bound have no more than their names, and are
+        pushed."""
         shown: list[job_pb2.Run] = []
         size = 0
         for row in self._machine.session_runs(self._session):
+            if row.claimed:
+                continue
             run = self._views.run(row)
             size += run.ByteSize()
             if shown and size > ATTACHED_BYTES_MAX:

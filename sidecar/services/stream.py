@@ -313,7 +313,8 @@ class AgentStream:
                 if outcome.superseded:
                     self.noticed(None)  # another stream carries the session, or none
                 else:
-                    self._confirm(number, arrived_s)
+                    # After the events of the same turn: what it confirms has been told before.
+                    self._loop.call_soon(self._confirm, number, arrived_s)
             elif isinstance(outcome, Refused):
                 self._lost("expired")
             elif isinstance(outcome, Failed) and outcome.failure is Failure.NO_LEADER:

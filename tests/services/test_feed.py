@@ -121,6 +121,7 @@ def test_a_claimed_run_is_not_pushed() -> None:
     one.add(3, session="other")
     one.event(Kind.RUN_ASSIGNED, 3)
     assert not one.told()
+    assert [run.run_id for run in one.feed.attached()] == []
 
 
 def test_after_a_gap_what_is_known_is_compared_with_what_is() -> None:
