@@ -179,7 +179,7 @@ def test_a_thousand_jobs_at_once_are_settled_in_slices(cluster: SchedulingCluste
 
     first_ms = cluster.next_minute()
     cluster.until_wall(first_ms - 500)
-    leading.proposer.submit = counted  # type: ignore[method-assign, assignment]
+    leading.proposer.submit = counted  # type: ignore[method-assign]
     cluster.until_wall(first_ms + 2_000)
     assert cluster.leading() is leading
     assert sizes == [scheduler.JOBS_MAX] * (1_000 // scheduler.JOBS_MAX)
