@@ -108,7 +108,7 @@ class Assignment:
         self.groups = Groups()
         self._group_of: dict[str, Group] = {}
         self._polled: dict[GroupKey, None] = {}
-        # Queues to be looked at: a head came to them, or a worker got a free slot. Then the heads of those that are looked
+        # Queues to look at: a head came to them, or a worker got a free slot. Then the heads of those that are looked
         # at now, in order; a queue has one candidate, the one that is noted, others of it are stale.
         self._eager: dict[QueueKey, None] = {}
         self._candidates: list[tuple[Head, int, QueueKey]] = []

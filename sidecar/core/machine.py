@@ -12,11 +12,14 @@ Rules of this package
 
 How an apply goes
   1. Time moves to the stamp. It never steps back.
-  2. Everything due at or before the stamp ends: a deadline AT the stamp has passed. First what can free a lease, in
-     order of deadline; at one deadline sessions go first, then waits, then lock delays; then by name. Next go records
-     whose retention is over, last remembered requests. So a renewal that reaches the log behind its deadline is
-     refused, whether or not a tick came before it.
+  2. Everything due at or before the stamp ends: a deadline AT the stamp has passed. In order of deadline; at one
+     deadline sessions go first, then waits, lock delays, switches, runs, occurrences that have not started in time,
+     and last those that become ready; then by name. Next go records whose retention is over, then history, then
+     remembered requests. So a renewal that reaches the log behind its deadline is refused, whether or not a tick came
+     before it.
   3. A request with a key that was answered before gets that answer again. Else it runs once, and is remembered.
+  4. What may start is given to workers. So at rest nothing that may start has a worker with a free slot, but for what
+     the start rate holds back.
 
 Sessions
   * A session ends by closing, or when its deadline passes. A renewal, an attach: deadline = stamp + ttl. A detach cuts
@@ -25,7 +28,8 @@ Sessions
     only while its stream carries the session; one that was under way when its stream broke says nothing. For the same
     reason an attach is refused when a later stream of the same client has attached before it.
   * With a session end, in this order: its places in line, its leases in order of token (each is granted to the next
-    at once), its attempts at records in order of key, and what was remembered of its stream.
+    at once), its attempts at records in order of key, its runs in order of token, what it serves, and what was
+    remembered of its stream.
 
 Leases
   * Tokens come from one counter for all names, raised by every grant. So they grow for each name, for ever, although
@@ -51,12 +55,68 @@ Records (dedup)
     Running and unknown records stay. Nothing is forgotten to make room: at a limit, new keys are refused. A result
     of up to 4,096 bytes, and every error, always has room once its attempt was let in.
 
+Jobs
+  * Due times are UTC wall time; everything else that lasts is cluster time. The core computes no due times: the leader
+    says what is due (SettleDue), and the log carries it. A settlement counts only for the revision, and for the time
+    through which the job is settled, that it was made for; any other is passed over. So each due time is dealt with
+    once, whoever leads, however often it is proposed, wherever the clocks step.
+  * A new job, and a new schedule, begin at the wall time of the apply: what is before is never due. A schedule that is
+    behind (something is due and not settled) is not replaced, nor its job deleted, before it was settled: JOB_BEHIND,
+    which is no answer and never remembered. Under a switch it is: what is due would be skipped. A change that leaves
+    the schedule alone touches no due time.
+  * ApplyJobs is whole or nothing. A specification equal to the present one changes nothing, whatever revision was
+    expected. A rollback is a change to an old specification.
+  * Deleting a job cancels what waits and interrupts what runs; the history stays for its time.
+
+Occurrences
+  * One of the schedule is named by its due time alone, one of a person also by the revision that created it. A name
+    that is known is never created again.
+  * PENDING -> RUNNING -> (RETRYING -> RUNNING)* -> one outcome, which only a person changes, and only from UNKNOWN.
+    Every due time becomes one occurrence, or is counted in one range of missed ones.
+  * Ready: at the due time plus the jitter, which is derived from the name; at once if that is past. It starts within
+    the starting deadline, counted from the due time by cluster time, and once more by wall time when it starts
+    (cluster time stands still while the whole cluster is down), or is missed. For catch-up and persons both count from
+    the creation.
+  * Overlap is judged at the creation, by what is unfinished of the job, catch-up included. Catch-up and backfill
+    always wait in line. One of a job runs at a time (of ALLOW, so many), and one between two attempts keeps its place.
+  * History: so many rows of a job as it says, and as long as it says now; the oldest end goes first. What is held for
+    a person stays. When the table is full, the row that would be the first to go makes room; if there is none, due
+    times are missed for want of room, and a person is refused. What a run ends with always has room.
+
+Runs
+  * A start is one step of one apply. It looks at the switches, the overlap, the start rate, the record of the
+    occurrence's key (an effect that is made makes no run; one whose outcome nobody knows is held), the wall clock, and
+    at the worker: its session lives, a stream carries it, it has a free slot, it fits the selector and the canary.
+  * Who is first: priority, then ready, due time, tenant, job, sequence. To whom: the fewest runs for its slots, then
+    who was given one the longest ago, then by session. Nobody waits for what another job's occurrence lacks.
+  * A session that polls takes by the same rules, without slots. A shadow job meets a worker and ends there.
+  * The start rate: in every second, on whatever boundary, at most so many starts, a tenth of it per 100 ms.
+  * Only the holder, by token and session, speaks for a run; a run that has ended is not found. What is remembered of
+    the answer makes a repeat harmless.
+  * An interrupt asks; the run ends with the holder's word, or with the grace. With the word: cancelled, or after a
+    timeout another attempt, else failed. Without: nobody knows whether the work has stopped, so the outcome is unknown,
+    unless another attempt follows a timeout. A run that completes has completed, interrupted or not.
+  * A lost holder (the session ended) leads to another attempt at once, while attempts are left and the job says so;
+    else the outcome is unknown, held for a person if the job says that.
+
+Switches
+  * At most one is in force per scope; it takes the place of a weaker or equal one. The strongest of fleet, tenant and
+    job counts, of equally strong ones that of the widest scope.
+  * Nothing that one suppresses is delayed: what would have started has ended. So a clear has nothing to replay; only
+    what was parked between two attempts goes on. A due time within the time of a switch is skipped also when it is
+    settled after the clear.
+  * A pause keeps everything from starting; a drain lets retries go on; a kill interrupts runs and cancels retries.
+  * A kill raises the epoch. What was given out under an older one than the floor of its scope is stale for ever: a
+    token keeps its place, and is good for giving it back and for nothing else; taking the lease again gives a new one.
+  * Under a kill of the fleet or the tenant nothing is granted and nothing begun; lines stay, and go on after the
+    clear. Settling (release, complete without a fence, fail, renewal) goes on.
+
 Requests
   * Unary keys are kept for the retention, stream keys until they are acknowledged or their session ends. When the
     table is full, a unary answer of some age makes room; else the request is refused before it runs.
   * A refusal is an answer like any other: the same request gets it again, a new try is a new request. Not remembered,
-    because the state did not judge the request itself: refusals for its key, its deadline or its form, and all that
-    say that the state is full.
+    because the state did not judge the request itself: refusals for its key, its deadline or its form, all that say
+    that the state is full, and JOB_BEHIND.
   * The remembered result of a waiter becomes the grant, or the refusal that ended the wait. A cancelled one is
     forgotten. A repeat of a waiting request takes the place over under its own waiter name and with its own time.
   * A repeated begin that found an outcome reads it from the record again, so that results are stored once.

@@ -30,7 +30,7 @@ from sidecar.core.events import Kind
 from sidecar.core.jobs import Job, Jobs, job_not_found, revision_mismatch
 from sidecar.core.ordering import Key, SortedKeys
 from sidecar.core.specification import JobSpec, Mode, Overlap, Retry
-from sidecar.core.switches import Switches, switched_off
+from sidecar.core.switches import Switch, Switches, switched_off
 
 STEPS_MAX, FIRST_STEPS_KEPT = 64, 8
 STEP_TEXT_MAX = 1_024
@@ -231,9 +231,11 @@ class Occurrences:
                 continue
             for missed in settlement.missed:
                 self._miss(job, missed.first_due_ms, missed.last_due_ms, missed.count, missed.reason)
+            ended = self._switches.ended_since(settlement.settled_ms)
             for due in settlement.due:
                 if (job.tenant, job.name, due.due_ms, 0) not in self.table:
-                    self._create(job, due.due_ms, 0, Origin.CATCH_UP if due.catch_up else Origin.SCHEDULE)
+                    origin = Origin.CATCH_UP if due.catch_up else Origin.SCHEDULE
+                    self._create(job, due.due_ms, 0, origin, was_off=_off_at(ended, job, due.due_ms))
         return Done(revision=self._context.revision)
 
     def trigger(self, command: TriggerJob) -> OccurrenceCreated | Refused:
@@ -328,13 +330,15 @@ class Occurrences:
         *,
         actor: str = "",
         reason: str = "",
+        was_off: Switch | None = None,
     ) -> None:
+        """``was_off``: the switch that was over the job when this was due, and has ended since."""
         if origin in (Origin.SCHEDULE, Origin.CATCH_UP) and not self._make_room():
             self._miss(job, due_ms, due_ms, 1, NO_ROOM)
             return
         row = self._new(job, due_ms, sequence, origin, payload, actor, reason)
         self._emit(Kind.OCCURRENCE_CREATED, row, cause=origin.name.lower(), actor=actor, reason=reason)
-        switch = self._switches.effective(job.tenant, job.name)
+        switch = self._switches.effective(job.tenant, job.name) or was_off
         if switch is not None:
             self._switches.suppressed(switch.switch, 1)
             self.end(row, OccurrenceState.SKIPPED, switch.why)
@@ -834,6 +838,14 @@ def slot_of(row: Occurrence) -> Slot:
 
 def place_of(row: Occurrence) -> Place:
     return (-row.priority, row.ready_ms, row.due_ms, row.sequence)
+
+
+def _off_at(ended: Iterable[Switch], job: Job, due_ms: int) -> Switch | None:
+    for row in ended:
+        over = row.tenant in ("", job.tenant) and row.job in ("", job.name)
+        if over and row.set_wall_ms <= due_ms < row.ended_wall_ms:
+            return row
+    return None
 
 
 def _carried(row: Occurrence) -> int:

@@ -212,6 +212,16 @@ class Switches:
         jobs = sorted(self._in_force.get(tenant, {}).items())
         return fleet + [self.table[switch] for _, switch in jobs]
 
+    def ended_since(self, wall_ms: int) -> list[Switch]:
+        """Ended after a wall time, the last end first. Usually none, and then it costs nothing."""
+        found: list[Switch] = []
+        for switch in reversed(self._ended):
+            row = self.table[switch]
+            if row.ended_wall_ms <= wall_ms:
+                break
+            found.append(row)
+        return found
+
     # ---- its account ---------------------------------------------------------------------------------------------
 
     def suppressed(self, switch: str, count: int) -> None:
