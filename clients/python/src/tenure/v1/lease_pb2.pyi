@@ -453,11 +453,14 @@ class CheckLeaseResponse(_message.Message):
     HOLDER_SESSION_ID_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     READ_FIELD_NUMBER: _builtins.int
+    KILLED_BY_FIELD_NUMBER: _builtins.int
     state: Global___TokenState.ValueType
     current_token: _builtins.int
     """The largest token currently held; 0 when the lease is free."""
     holder_session_id: _builtins.str
     remaining_ms: _builtins.int
+    killed_by: _builtins.str
+    """The switch that made the token stale: a kill of the fleet or the tenant after its grant. Empty: none did."""
     @_builtins.property
     def read(self) -> Global___ReadInfo: ...
     def __init__(
@@ -468,10 +471,11 @@ class CheckLeaseResponse(_message.Message):
         holder_session_id: _builtins.str = ...,
         remaining_ms: _builtins.int = ...,
         read: Global___ReadInfo | None = ...,
+        killed_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["read", b"read"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_token", b"current_token", "holder_session_id", b"holder_session_id", "read", b"read", "remaining_ms", b"remaining_ms", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current_token", b"current_token", "holder_session_id", b"holder_session_id", "killed_by", b"killed_by", "read", b"read", "remaining_ms", b"remaining_ms", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -638,7 +638,8 @@ class Attached(_message.Message):
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[_job_pb2.Run]:
         """The session's runs: those its holder does not know yet were assigned while it had no stream, and begin now; a run that its
-        holder knows and is not here was lost.
+        holder knows and is not here was lost. About 1 MiB of runs is shown whole; further ones have run_id and token only, and
+        follow as RunAssigned. Runs that came by ClaimRun are not listed.
         """
 
     @_builtins.property
