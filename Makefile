@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 MANIFESTS := pyproject.toml clients/python/pyproject.toml
+# Which smoke tests `make smoke` runs.
+SMOKE ?= agent llm
 # Seeds and profiles of `make sim`.
 SEEDS ?= 0-9
 PROFILE ?= all
@@ -46,11 +48,11 @@ $(VENV)/.bench: $(MANIFESTS) | $(BIN)/python
 	@$(call install,[bench])
 	@touch $@ $(VENV)/.run
 
-run: $(VENV)/.run  ## three sidecars and three agents on this machine, with a live view
+run: $(VENV)/.run  ## three sidecars, three agents and their jobs on this machine, with a live view
 	@$(BIN)/tenure dev
 
-smoke: $(VENV)/.run  ## the same without a person: kills and a partition, then three counts
-	@$(BIN)/python -m chaos smoke
+smoke: $(VENV)/.run  ## the same without a person: kills, a partition, a kill switch; three counts (SMOKE="agent llm lease")
+	@$(BIN)/python -m chaos smoke $(SMOKE)
 
 bench: $(VENV)/.bench  ## due to started, beside APScheduler and a Redis lock loop
 	@$(BIN)/python -m bench jobs

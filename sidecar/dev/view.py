@@ -208,7 +208,7 @@ class Lines:
     SUMMARY_S = 5.0
 
     def __init__(self) -> None:
-        self._said: dict[str, Any] = {}
+        self._said: dict[str, Any] = {"switches": []}
         self._summary_at = 0.0
         self._noted = 0
         self._last_due: dict[str, int] = {}
