@@ -47,16 +47,16 @@ async def explain(
     if target.json:
         output.print_json(calls.as_dict(response))
     else:
-        print("\n".join(story(response, due_ms)))
+        print("\n".join(story(response, f"{tenant}/{name}", due_ms)))
 
 
-def story(told: job_pb2.ExplainOccurrenceResponse, due_ms: int) -> list[str]:
+def story(told: job_pb2.ExplainOccurrenceResponse, name: str, due_ms: int) -> list[str]:
     """The lines of an answer. ``due_ms``: the time that was asked for; 0 for the last one."""
     zone = told.job.spec.schedule.zone
     lines = []
     if not told.occurrences:
         asked = both(due_ms, zone) if due_ms else "no time so far"
-        lines.append(f"{told.job.tenant}/{told.job.name}: {asked}")
+        lines.append(f"{name}: {asked}")
     for occurrence in told.occurrences:
         lines += [*([""] if lines else []), *occurrence_lines(occurrence, zone)]
     if told.explanation:
@@ -107,7 +107,7 @@ def step_line(step: job_pb2.OccurrenceStep, zone: str) -> str:
     ids = [f"session {step.session_id}" if step.session_id else "", f"run {step.run_id}" if step.run_id else ""]
     known = ", ".join(filter(None, ids))
     about = f" ({known})" if known else ""
-    why = f": {step.cause}" if step.cause else ""
+    why = f": {step.cause}" if step.cause and step.what != "created" else ""
     by = f", by {step.actor}" if step.actor else ""
     reason = f": {step.reason}" if step.reason else ""
     return f"  {both_times(step.wall_ms, zone)}  {text}{about}{why}{by}{reason}"
@@ -137,28 +137,30 @@ def beside(told: job_pb2.ExplainOccurrenceResponse, zone: str) -> list[str]:
 
 def what_next(told: job_pb2.ExplainOccurrenceResponse) -> list[str]:
     """Where to read on, whom to ask, and the commands that fit what has happened."""
+    job = told.job
+    todo = [command for each in told.occurrences if (command := command_for(each, job))]
+    if job.switch_id:
+        why = "tells who stops it and why; 'tenure resume' lets it go on, and makes up for nothing"
+        todo.insert(0, f"tenure switch show {job.switch_id}   # {why}")
+    lines = [f"{label('' if number else 'do')}{command}" for number, command in enumerate(todo)]
+    if not job.name:
+        return [*lines, f"{label('job')}it has been deleted"]
+    return [*lines, f"{label('runbook')}{job.spec.runbook_url}", f"{label('owner')}{job.spec.owner}"]
+
+
+def command_for(occurrence: job_pb2.Occurrence, job: job_pb2.Job) -> str:
+    """What somebody may want to do about it; empty when nothing is to be done."""
     from tenure.v1 import job_pb2
 
-    job = told.job
-    name = f"{job.tenant}/{job.name}"
-    todo = [resolve_command(each) for each in told.occurrences if each.held]
-    if job.switch_id:
-        scope = f"it is under switch {job.switch_id}"
-        todo.append(f"tenure switch show {job.switch_id}   # {scope}; 'tenure resume' ends it, nothing is replayed")
-    lost = (job_pb2.OCCURRENCE_STATE_FAILED, job_pb2.OCCURRENCE_STATE_MISSED, job_pb2.OCCURRENCE_STATE_SKIPPED)
-    for each in told.occurrences:
-        if each.state in lost and not each.shadow and not job.switch_id:
-            first, last = each.first_due_wall_ms or each.due_wall_ms, each.due_wall_ms
-            todo.append(
-                f"tenure job backfill {name} {times.rfc3339(first)} {times.rfc3339(last + 1)} --reason '...'"
-                "   # to run it after all"
-            )
-    if job.running and any(each.run_id for each in told.occurrences if not each.ended_wall_ms):
-        running = next(each.run_id for each in told.occurrences if each.run_id and not each.ended_wall_ms)
-        todo.append(f"tenure interrupt {running} --reason '...'   # to stop it")
-    lines = [f"{label('do')}{command}" if not n else f"{label('')}{command}" for n, command in enumerate(todo)]
-    if job.spec.runbook_url:
-        lines.append(f"{label('runbook')}{job.spec.runbook_url}")
-    if job.spec.owner:
-        lines.append(f"{label('owner')}{job.spec.owner}")
-    return lines
+    name = f"{occurrence.tenant}/{occurrence.job}"
+    if occurrence.held:
+        return resolve_command(occurrence)
+    if occurrence.state < job_pb2.OCCURRENCE_STATE_SUCCEEDED:
+        return f"tenure interrupt {occurrence.run_id} --reason '...'   # to stop it" if occurrence.run_id else ""
+    if occurrence.state == job_pb2.OCCURRENCE_STATE_SUCCEEDED or occurrence.shadow or not job.name:
+        return ""
+    if occurrence.origin == job_pb2.OCCURRENCE_ORIGIN_TRIGGER:
+        return f"tenure job trigger {name} --reason '...'   # to run it again"
+    first = times.rfc3339(occurrence.first_due_wall_ms or occurrence.due_wall_ms)
+    after = times.rfc3339(occurrence.due_wall_ms + 1)
+    return f"tenure job backfill {name} {first} {after} --reason '...'   # to run it after all"

@@ -97,7 +97,7 @@ def print_applied(jobs: Sequence[job_pb2.AppliedJob], dry_run: bool) -> None:
                 print("\n".join(job_yaml.spec_diff(name, job.before, job.after, old, new)))
         if job.change != job_pb2.JOB_CHANGE_UNCHANGED:
             print(f"{name}: {'would be ' if dry_run else ''}{change}, revision {job.revision}")
-            print(f"  {job.schedule_text}")
+            print(f"  {job.schedule_text.partition('; ')[0]}")
         for warning in job.warnings:
             print(f"  warning: {warning}")
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
@@ -288,6 +288,8 @@ def schedules_of(
     from sidecar.cli.job_fields import words_of
 
     if not cron:
+        if not files:
+            return []
         return [(each.name, each.definition.spec.schedule) for each in job_files.load(files, target.tenant)]
     policies = words_of(job_pb2.DstPolicy.DESCRIPTOR)
     if dst and dst not in policies:
@@ -301,9 +303,11 @@ def schedules_of(
 def print_preview(title: str, preview: job_pb2.PreviewJobResponse, *, first: bool) -> None:
     if not first:
         print()
-    print(f"{title}: {preview.schedule_text}")
+    print(f"{title}:")
+    for text in preview.schedule_text.split("; "):
+        print(f"  {text}")
     if not preview.due:
-        print("no due time any more" if "never due by itself" not in preview.schedule_text else "no due times")
+        print("  no due time from here on")
         return
     output.print_table(("UTC", "local", "clock change"), ((d.utc, d.local, d.clock_change) for d in preview.due))
 
