@@ -524,7 +524,9 @@ class Leases:
 
     def _token_stale(self, key: LeaseKey, token: int) -> Refused:
         facts = self.current_facts(*key)
-        message = f"token {token} is not current: the lease was released, lost, killed or granted anew"
+        message = f"token {token} is not current: the lease was released, lost or granted anew"
+        if facts[-1][0] == "killed_by":
+            message = f"token {token} is not current: a kill has made it stale"
         return Refused(reason=Reason.TOKEN_STALE, message=message, facts=facts)
 
     # ---- the line ------------------------------------------------------------------------------------------------

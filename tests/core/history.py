@@ -1,8 +1,8 @@
 """Random histories of requests, and the recorded ones of each release.
 
-``python -m tests.core.history 0_2`` records a log and a snapshot in this version's encoding, and prints what
-test_history.py must expect of them. Done once for each release: the files then stay as they are, and every later
-version reads them.
+``python -m tests.core.history 0_2`` records two logs, each with a snapshot, in this version's encoding, and prints what
+test_history.py must expect of them: 0_2 of sessions, leases and records, 0_2_jobs of jobs, runs and switches. Done once
+for each release: the files then stay as they are, and every later version reads them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from sidecar.core import commands as c
 from sidecar.core.machine import Machine
+from tests.core.job_lives import World
 
 DATA = Path(__file__).parent / "testdata"
 
@@ -239,8 +240,23 @@ def replay(payload: bytes) -> Machine:
     return machine
 
 
+def random_job_history(seed: int, length: int) -> list[Step]:
+    """The same for jobs; the first step sets limits under which the rate of starts matters."""
+    world = World(random.Random(seed).choice)
+    for _ in range(length):
+        world.step()
+    first_stamp, _ = world.judge.log[0]
+    limits = c.Stamp(0, first_stamp.wall_ms), c.Request(command=c.SetLimits(limits=world.judge.limits))
+    return [limits, *world.judge.log]
+
+
 def main(release: str) -> None:
-    entries = batches(random_history(20_260, 3_000))
+    record(release, random_history(20_260, 3_000))
+    record(f"{release}_jobs", random_job_history(20_261, 4_000))
+
+
+def record(release: str, steps: list[Step]) -> None:
+    entries = batches(steps)
     payload = msgspec.msgpack.encode([msgspec.msgpack.encode(batch) for batch in entries])
     machine = replay(payload)
     snapshot = machine.capture().encode()

@@ -260,7 +260,7 @@ class World:
             tenant = self.pick(("t", "t", "t", "u"))
             jobs = self.pick((("a",), ("*",), ("ab", "b")))
             claim = c.ClaimRun(tenant=tenant, session=self.living(tenant), jobs=jobs)
-            self.claims = [claim] * self.pick((0, 0, 5))
+            self.claims = [claim] * self.pick((0, 5))
             return claim
         return self.end(self.pick(rows))
 
@@ -301,7 +301,8 @@ class World:
             return c.ClearSwitch(tenant=tenant, switch=row.switch, actor="bob", reason="r")
         if not in_force and not self.one_in(3):
             return self.trigger(*self.pick(JOBS))
-        tenant, job = self.pick((("", ""), ("t", ""), ("t", "a"), ("t", "b"), ("u", "a")))
+        scopes = [(row.tenant, row.job) for row in in_force[:1]]
+        tenant, job = self.pick((("", ""), ("t", ""), ("t", "a"), ("t", "b"), ("u", "a"), *scopes))
         return c.SetSwitch(
             mode=self.pick(tuple(c.SwitchMode)),
             actor="ann",

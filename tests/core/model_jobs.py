@@ -56,7 +56,7 @@ class Account:
 class Judge:
     limits: c.Limits
     log: list[Step] = field(default_factory=list)
-    answered: dict[c.RequestKey | None, None] = field(default_factory=dict)
+    answered: dict[c.RequestKey, int] = field(default_factory=dict)
     open: dict[str, OpenRun] = field(default_factory=dict)
     accounts: dict[Key, Account] = field(default_factory=dict)
     # Of each job as long as it exists: the due times that have become something, in order.
@@ -65,9 +65,12 @@ class Judge:
     ended: dict[Key, Occurrence] = field(default_factory=dict)
     serves: dict[str, tuple[tuple[str, ...], int]] = field(default_factory=dict)
     switches: dict[str, tuple[str, str, c.SwitchMode]] = field(default_factory=dict)
+    # Of every switch since the wall clock last stepped back: its scope, when it was set and ended (0: it has not).
+    spans: dict[str, tuple[str, str, int, int]] = field(default_factory=dict)
     # By scope: the epoch of its last kill, and the epoch under which each run was given out.
     floors: dict[JobKey, int] = field(default_factory=dict)
     kills: int = 0
+    wall_ms: int = 0
     last_token: int = 0
     known: dict[tuple[str, str, int], None] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
@@ -87,6 +90,9 @@ class Judge:
         assert (result, list(events)) == (again, list(events_again))
         self.result = result
         self.now_ms = self.machine.stamp.cluster_ms
+        if stamp.wall_ms < self.wall_ms:
+            self.spans.clear()
+        self.wall_ms = stamp.wall_ms
         self.heed(request, result, events)
         for event in events:
             self.see(event)
@@ -103,9 +109,12 @@ class Judge:
 
     def heed(self, request: c.Request, result: c.Result, events: Sequence[Event]) -> None:
         """What is not in any event; a repeat does nothing."""
-        command, again = request.command, request.key in self.answered
+        command, again = request.command, False
         if request.key is not None:
-            self.answered[request.key] = None
+            answered_ms = self.answered.get(request.key)
+            again = answered_ms is not None and self.now_ms < answered_ms + self.machine.limits.request_retention_ms
+            if not again:
+                self.answered[request.key] = self.now_ms
         if isinstance(command, c.ServeJobs) and isinstance(result, c.Done) and not again:
             self.serves[command.session] = (command.jobs, command.slots)
         if isinstance(command, c.SetSwitch) and any(event.kind is Kind.SWITCH_SET for event in events):
@@ -203,8 +212,12 @@ class Judge:
                 self.open[event.run].interrupted = event.cause
             case Kind.RUN_ENDED:
                 self.see_run_ended(event, self.open.pop(event.run))
+            case Kind.SWITCH_SET:
+                self.spans[event.subject] = (*self.switches[event.subject][:2], event.wall_ms, 0)
             case Kind.SWITCH_CLEARED:
                 del self.switches[event.subject]
+                if event.subject in self.spans:
+                    self.spans[event.subject] = (*self.spans[event.subject][:3], event.wall_ms)
             case Kind.JOB_DELETED:
                 self.forget_job(event.tenant, event.subject)
             case Kind.SESSION_EXPIRED | Kind.SESSION_CLOSED:
@@ -232,6 +245,7 @@ class Judge:
         assert len(beside) < at_once(job), f"{len(beside)} runs of {job.name} beside {event.run}"
         off = self.switch_over(*key[:2])
         assert off is None or (off is c.SwitchMode.DRAIN and event.attempt > 1), f"{key} started under a {off}"
+        self.check_not_suppressed(event, key)
         claimed = isinstance(self.result, c.RunClaimed) and self.result.run == event.run
         self.check_worker(event, job, claimed)
         self.open[event.run] = OpenRun(key, event.session, event.token, claimed)
@@ -254,6 +268,18 @@ class Judge:
         assert serves(patterns, job.name), f"{event.run} for a session that does not serve {job.name}"
         assert session.connection, f"{event.run} for a session that is not connected"
         assert len(self.pushed(event.session)) < slots, f"{event.run} beyond {slots} slots"
+
+    def check_not_suppressed(self, event: Event, key: Key) -> None:
+        """What was due under a switch does not start, also when it was settled after the clear.
+
+        A clock that steps back comes by the same times again.
+        """
+        tenant, job, due_ms, sequence = key
+        if sequence or event.attempt > 1:
+            return
+        for switch, (of_tenant, of_job, set_ms, ended_ms) in self.spans.items():
+            if (of_tenant, of_job) in (("", ""), (tenant, ""), (tenant, job)):
+                assert not set_ms < due_ms < ended_ms, f"{key} was due under {switch}, and starts"
 
     def pushed(self, session: str) -> list[OpenRun]:
         return [run for run in self.open.values() if run.session == session and not run.claimed]
