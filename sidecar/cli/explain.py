@@ -59,7 +59,8 @@ def story(told: job_pb2.ExplainOccurrenceResponse, name: str, due_ms: int) -> li
         lines.append(f"{name}: {asked}")
     for occurrence in told.occurrences:
         lines += [*([""] if lines else []), *occurrence_lines(occurrence, zone)]
-    if told.explanation:
+    # Of one that succeeded it says no more than the first line.
+    if told.explanation and told.explanation not in (shown.enum(each, "state") for each in told.occurrences):
         lines.append(f"{label('why' if not told.occurrences or ended(told) else 'now')}{told.explanation}")
     return [*lines, *beside(told, zone), *what_next(told)]
 

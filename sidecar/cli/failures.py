@@ -20,6 +20,19 @@ MEANING = {
     UNREACHABLE: "definite: it did not happen, nobody could be reached who may do it",
 }
 
+# What to do about a refusal whose message says only what is so.
+TODO = {
+    "JOB_NOT_FOUND": "'tenure job ls' lists the jobs of a tenant; TENANT/NAME means one of another",
+    "JOB_REVISION_MISMATCH": "'tenure job history JOB' shows who changed it; look at that, then apply again",
+    "OCCURRENCE_NOT_FOUND": "'tenure job occurrences JOB' lists what is kept",
+    "OCCURRENCE_NOT_HELD": "'tenure job held' lists those that wait for a person",
+    "RUN_NOT_FOUND": "'tenure runs' lists what runs",
+    "SWITCHED_OFF": "'tenure switch ls' shows what is stopped and why; 'tenure resume' lets it go on",
+    "SWITCH_NOT_FOUND": "'tenure switch ls --all' lists those that are kept",
+    "SWITCH_STALE": "'tenure switch ls' shows what is in force now",
+    "SWITCH_STRONGER": "'tenure resume' ends the one that is in force",
+}  # fmt: skip
+
 
 class CliError(Exception):
     """A failure that a command reports in its own words. ``todo`` says what the reader can do about it."""
@@ -120,4 +133,4 @@ def todo_of(error: TenureError) -> str:
         return "ask 'tenure status' of each node which of them are up and whom they follow"
     if isinstance(error, errors.Indefinite):
         return "the same call with the same request id would tell; a get or list shows what is so"
-    return ""
+    return TODO.get(error.reason, "")

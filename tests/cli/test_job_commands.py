@@ -166,22 +166,12 @@ def test_due_times_are_previewed(run: Run, tmp_path: Path) -> None:
 async def test_a_triggered_run_is_followed_to_its_outcome_and_explained(run: Run, address: str) -> None:
     ok(await asyncio.to_thread(apply, run, "hand", "retry: {initial: 0s}"))
     async with agent(address) as worker:
-        trigger = (
-            "job",
-            "trigger",
-            "hand",
-            "--reason",
-            "try it",
-            "--payload",
-            "by hand",
-            "--wait",
-            "--wait-max",
-            "60s",
-        )
+        trigger = ("job", "trigger", "hand", "--reason", "try it", "--payload", "by hand", "--wait")
         waiting = asyncio.create_task(asyncio.to_thread(run, *trigger))
         first = await worker.claim("hand")
         assert first.payload == b"by hand"
-        assert f"{first.run_id}  hand" in ok(await asyncio.to_thread(run, "runs"))
+        (shown,) = [row.split() for row in ok(await asyncio.to_thread(run, "runs")).splitlines()[1:]]
+        assert (shown[:2], shown[4:7]) == ([first.run_id, "hand"], ["1", "crawler", "host-7"])
         await worker.fail(first, "no connection", retryable=True)
         second = await worker.claim("hand")
         await worker.complete(second, b"42 rows")
@@ -191,7 +181,7 @@ async def test_a_triggered_run_is_followed_to_its_outcome_and_explained(run: Run
     told = ok(await asyncio.to_thread(run, "explain", "hand"))
     for text in (
         "default/hand: succeeded", "triggered by hand", "by on-call: try it", "attempt 1 given to crawler on host-7",
-        f"run {first.run_id}", "no connection", "attempt 2 given to crawler", "result    42 rows", "attempts  2",
+        f"run {first.run_id}): failed", "attempt 2 given to crawler", "result    42 rows", "attempts  2",
         "owner     team-a", "runbook   https://example.org/runbook",
     ):  # fmt: skip
         assert text in told, told
@@ -222,19 +212,12 @@ async def test_a_lost_holder_is_held_for_a_person(run: Run, address: str) -> Non
     assert "unknown (holder_lost), HELD for a person" in held
     command = next(line for line in held.splitlines() if line.strip().startswith("tenure job resolve"))
     assert command.strip() in ok(await asyncio.to_thread(run, "explain", "once"))
-    words = command.split()[1:9]
+    words = command.split()[1:]
+    words = words[: words.index("--attempt")]
     assert words[:3] == ["job", "resolve", "default/once"]
-    resolve = [
-        *words[: words.index("--attempt") + 2],
-        "--as",
-        "succeeded",
-        "--result",
-        "seen",
-        "--reason",
-        "it is there",
-    ]
-    stale = [*resolve[: resolve.index("--attempt")], "--attempt", "2", *resolve[resolve.index("--as") :]]
-    refused(await asyncio.to_thread(run, *stale), 1, "OCCURRENCE")
+    decided = ("--as", "succeeded", "--result", "seen", "--reason", "it is there")
+    resolve, stale = (*words, "--attempt", "1", *decided), (*words, "--attempt", "2", *decided)
+    refused(await asyncio.to_thread(run, *stale), 1, "ATTEMPT_STALE")
     assert "succeeded" in ok(await asyncio.to_thread(run, *resolve))
     assert parsed(await asyncio.to_thread(run, "job", "held", "--json")) == []
     assert lost.run_id in ok(await asyncio.to_thread(run, "explain", "once"))
