@@ -90,7 +90,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     reason: str = ""
 
 
-class Occurrence(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Occurrence(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Its name is (tenant, job, due_ms, sequence): 0 for one of the schedule, else the revision that created it."""
 
     tenant: str
