@@ -49,6 +49,8 @@ from sidecar.core.switches import Switch, Switches
 RECORD_BUSY_MS = 1_000
 # Runs relative to slots are compared as whole numbers: different fractions of at most 1,000 slots stay different.
 _LOAD_SCALE = 1_000_000_000
+# Of the error of an attempt that another one follows; the last error is kept whole.
+ERROR_TOLD_MAX = 200
 NO_ACKNOWLEDGEMENT = "no acknowledgement"
 
 
@@ -482,7 +484,9 @@ class Runs:
         )
 
     def _retry(self, row: Occurrence, run: Run, cause: str, wait_ms: int, *, error: str = "") -> None:
-        told = self._occurrences.tell(row, "run_ended", run=run.run, session=run.session, cause=cause)
+        told = self._occurrences.tell(
+            row, "run_ended", run=run.run, session=run.session, cause=cause, reason=error[:ERROR_TOLD_MAX]
+        )
         self._occurrences.retry(told, wait_ms, error=error)
 
     def _end(self, run: Run, cause: str, *, acknowledged: bool, reason: str = "") -> None:
