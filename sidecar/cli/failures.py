@@ -21,7 +21,7 @@ MEANING = {
 }
 
 # What to do about a refusal whose message says only what is so.
-TODO = {
+NEXT_STEPS = {
     "JOB_NOT_FOUND": "'tenure job ls' lists the jobs of a tenant; TENANT/NAME means one of another",
     "JOB_REVISION_MISMATCH": "'tenure job history JOB' shows who changed it; look at that, then apply again",
     "OCCURRENCE_NOT_FOUND": "'tenure job occurrences JOB' lists what is kept",
@@ -133,4 +133,4 @@ def todo_of(error: TenureError) -> str:
         return "ask 'tenure status' of each node which of them are up and whom they follow"
     if isinstance(error, errors.Indefinite):
         return "the same call with the same request id would tell; a get or list shows what is so"
-    return TODO.get(error.reason, "")
+    return NEXT_STEPS.get(error.reason, "")

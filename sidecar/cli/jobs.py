@@ -46,6 +46,7 @@ class Form(StrEnum):
 async def apply(target: Target, file: Files, actor: Actor, reason: AnyReason = "", dry_run: DryRun = False) -> None:
     """Create or change the jobs of files: all of them or none. What is equal already stays as it is.
 
+    A file has 'jobs:', a list; docs/JOBS.md lists the keys, 'tenure job show JOB -o yaml' prints an example.
     An edit never runs a time again that is past, and loses none. Every mistake is reported with its file and line.
     """
     from tenure.v1 import job_pb2

@@ -20,8 +20,8 @@ from sidecar.cli.failures import USAGE, CliError
 from sidecar.cli.lock import CONNECT_S, find
 from sidecar.cli.run_process import Ended, Receipt, RunProcess
 
-# SIGKILL goes out this long before the grace is over, so that the end can be acknowledged in time.
-ACKNOWLEDGE_S = 1.0
+# SIGKILL goes out this long before the grace is over, or this part of it, so that the end can be acknowledged in time.
+ACKNOWLEDGE_S, ACKNOWLEDGE_SHARE = 1.0, 0.25
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 HELP = """Work for scheduled jobs with any command: each run starts it once.
@@ -99,7 +99,8 @@ class Serving:
             try:
                 ended = await process.ended()
             except asyncio.CancelledError:
-                await process.stop(max(0.0, run.remaining() - ACKNOWLEDGE_S))
+                left_s = max(0.0, min(run.remaining(), run.safe_until - tenure.now()))
+                await process.stop(left_s - min(ACKNOWLEDGE_S, left_s * ACKNOWLEDGE_SHARE))
                 raise
         self._say(receipt, ended)
         if ended.succeeded:
