@@ -295,7 +295,10 @@ class Occurrences:
         key = (row.tenant, row.job)
         self._jobs.count(key, OccurrenceState.UNKNOWN.name.lower(), -1)
         if command.resolution is OccurrenceResolution.RETRY:
-            again = replace(row, state=OccurrenceState.RETRYING, reason="", ready_ms=self._context.now_ms)
+            canary = is_canary(self._jobs.table[key].spec, *key, row.due_ms)
+            again = replace(
+                row, state=OccurrenceState.RETRYING, canary=canary, reason="", ready_ms=self._context.now_ms
+            )
             self.put(replace(again, ended_ms=0, ended_wall_ms=0, expires_ms=0))
         else:
             self._put_ended(row, OccurrenceState[command.resolution.name], f"resolved by {command.actor}")
@@ -558,7 +561,7 @@ class Occurrences:
             return
         for row in self.unfinished(key):
             canary = is_canary(job.spec, row.tenant, row.job, row.due_ms)
-            if row.state in _WAITING and row.canary != canary:
+            if row.canary != canary:
                 self.put(replace(row, canary=canary))
         self.changed[key] = None
         self._trim(key)
