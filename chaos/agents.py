@@ -57,6 +57,7 @@ _GRACE_MS = 400
 
 Wait = Callable[[Callable[[Any], None]], None]  # starts something, and calls back with its outcome
 Step = Generator[Wait, Any, Any]
+Ask = Callable[[CoreProcess, Callable[[Any], None]], None]  # of a sidecar; called back with its answer
 
 
 def _is_definite(outcome: object) -> bool:
@@ -69,10 +70,11 @@ class SessionOver(Exception):
 
 
 class Agent:
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, tenant: str = TENANT) -> None:
         self._world = world
         self._ledger: Ledger = world.ledger
         self.name = name
+        self._tenant = tenant
         self._clock = HostClock(world, world.between(1, 1_000_000) * MILLISECOND, 0)
         self._clock.drift(world.between(-world.shape.drift_ppm, world.shape.drift_ppm))
         self._names = 0
@@ -101,16 +103,18 @@ class Agent:
         self._life += 1
         self._run(self._live(), self._life)
 
-    def _run(self, script: Step, life: int) -> None:
-        """Drive the generator: each thing it yields is started, and its outcome resumes it."""
+    def _run(self, script: Step, life: int, *, beside: bool = False) -> None:
+        """Drive the generator: each thing it yields is started, and its outcome resumes it. With its end ends the life,
+        but for one that runs ``beside`` another."""
 
         def resume(value: Any = None) -> None:
             if life != self._life:
                 return
             try:
                 wait = script.send(value)
-            except (StopIteration, SessionOver):
-                self._end_life()
+            except (StopIteration, SessionOver) as end:
+                if not beside or isinstance(end, SessionOver):
+                    self._end_life()
                 return
             answered = False
 
@@ -151,33 +155,39 @@ class Agent:
         if self._world.chance(700):
             session = self._session
             self._forget_everything()
-            yield from self._call(CloseSession(tenant=TENANT, session=session))
+            yield from self._call(CloseSession(tenant=self._tenant, session=session))
 
     def _open(self) -> Step:
         self._ttl_ms = self._world.between(700, 2_500)
         connection = self._new_name("stream") if self._world.chance(500) else ""
         sent_us = self._clock.monotonic_us()
-        command = OpenSession(
-            tenant=TENANT,
+        result = yield from self._call(self._open_command(connection))
+        if not isinstance(result, SessionOpened):
+            raise SessionOver
+        self._begin_session(result.session, connection, sent_us)
+        self._listen()
+        if connection:
+            yield from self._attach()  # the open may have been answered by another node, or be a repeat
+        self._keep_alive(self._life)
+
+    def _open_command(self, connection: str, labels: tuple[tuple[str, str], ...] = ()) -> OpenSession:
+        return OpenSession(
+            tenant=self._tenant,
             suffix=f"{self._world.between(0, 1 << 40):x}",
             agent=self.name,
+            labels=labels,
             ttl_ms=self._ttl_ms,
             disconnect_grace_ms=_GRACE_MS,
             connection=connection,
             node=self._home.name if connection else "",
         )
-        result = yield from self._call(command)
-        if not isinstance(result, SessionOpened):
-            raise SessionOver
-        self._session, self._connection = result.session, connection
+
+    def _begin_session(self, session: str, connection: str, sent_us: int) -> None:
+        self._session, self._connection = session, connection
         self._generation = 1 if connection else 0
         self._operations = 0
         self._trust_from(sent_us)
         self._ledger.session_safe[self._session] = self._safe_until_virtual_us
-        self._listen()
-        if connection:
-            yield from self._attach()  # the open may have been answered by another node, or be a repeat
-        self._keep_alive(self._life)
 
     def _work_under_lease(self, lease: str) -> Step:
         token = yield from self._acquire(lease)
@@ -309,10 +319,14 @@ class Agent:
 
     def _lapse(self, life: int) -> None:
         """safe_until has passed without a confirmed renewal: whatever was held is lost, and the work was cancelled."""
-        if life == self._life and self._session and not self._alive() and self._tokens:
+        if life == self._life and self._session and not self._alive():
+            self._lose_everything()
+
+    def _lose_everything(self) -> None:
+        if self._tokens:
             self._world.reach("lease lost by its holder's own clock")
-            for lease in list(self._tokens):
-                self._drop(lease)
+        for lease in list(self._tokens):
+            self._drop(lease)
 
     def _update_beliefs(self) -> None:
         until_us = self._safe_until_virtual_us()
@@ -348,7 +362,7 @@ class Agent:
             if isinstance(outcome, SessionsRenewed) and not outcome.superseded:
                 if self._connection == connection:
                     self._trust_if_not_lapsed(sent_us)
-                again(self._ttl_ms * MILLISECOND // 3)
+                again(self._keepalive_us())
             elif isinstance(outcome, Refused):
                 self._end_life()
             else:
@@ -371,6 +385,9 @@ class Agent:
             for lease in list(self._tokens):
                 self._drop(lease)
         self._trust_from(sent_us)
+
+    def _keepalive_us(self) -> int:
+        return self._ttl_ms * MILLISECOND // 3
 
     def _leave_home(self) -> None:
         """Its sidecar does not answer: on to another one. Ending a stream oneself shortens what may be relied on."""
@@ -418,19 +435,17 @@ class Agent:
             elif isinstance(outcome, Refused) and not is_expired(outcome):
                 self._end_life()
 
-        self._send(
-            home,
-            lambda process, done: process.submit(command, None, _CALL_TIMEOUT_MS, done),
-            _CALL_TIMEOUT_MS,
-            answered,
-        )
+        self._send(home, self._attachment(command), _CALL_TIMEOUT_MS, answered)
+
+    def _attachment(self, command: AttachSession) -> Ask:
+        return lambda process, done: process.submit(command, None, _CALL_TIMEOUT_MS, done)
 
     def _attach_command(self) -> AttachSession:
         """A new stream: the next in the client's own count, so that an attach that is overtaken cannot take it back."""
         self._connection = self._new_name("stream")
         self._generation += 1
         return AttachSession(
-            tenant=TENANT,
+            tenant=self._tenant,
             session=self._session,
             connection=self._connection,
             node=self._home.name,
@@ -519,19 +534,22 @@ class Agent:
                 self._world.reach("gave up after a definite failure")
                 return None
             if attempt > 0 and self._world.chance(300):
-                self._home = self._any_host()
-                if self._session:
-                    self._listen()
+                self._try_another_home()
             yield self._sleep(self._world.between(10 * MILLISECOND, 300 * MILLISECOND))
         return None
+
+    def _try_another_home(self) -> None:
+        self._home = self._any_host()
+        if self._session:
+            self._listen()
 
     def _new_key(self) -> RequestKey:
         """Over a stream, an operation is named by its number in the session; all before it have been answered."""
         if not self._connection:
-            return RequestKey(tenant=TENANT, origin="", name=self._new_name("request"))
+            return RequestKey(tenant=self._tenant, origin="", name=self._new_name("request"))
         self._operations += 1
         return RequestKey(
-            tenant=TENANT,
+            tenant=self._tenant,
             origin=self._session,
             name="",
             sequence=self._operations,
@@ -547,7 +565,7 @@ class Agent:
     def _send(
         self,
         host: Host,
-        ask: Callable[[CoreProcess, Callable[[Any], None]], None],
+        ask: Ask,
         timeout_ms: int,
         done: Callable[[Any], None],
     ) -> None:
@@ -564,13 +582,17 @@ class Agent:
         def arrive() -> None:
             process = host.process
             if isinstance(process, CoreProcess):
-                ask(process, lambda outcome: world.after(world.between(*_LOCAL_US), lambda: answer(outcome)))
+                ask(process, lambda outcome: self._arrive(lambda: answer(outcome)))
 
         world.after(timeout_ms * MILLISECOND + 50 * MILLISECOND, lambda: answer(None))
         if host.state is HostState.DOWN:
             return
         life = host.life
         world.after(world.between(*_LOCAL_US), lambda: host.run(life, arrive))
+
+    def _arrive(self, action: Callable[[], None]) -> None:
+        """Something that a sidecar sends now gets here."""
+        self._world.after(self._world.between(*_LOCAL_US), action)
 
     # ---- small things
 
@@ -618,6 +640,6 @@ class Reader:
 
 def populate(simulation: Simulation) -> None:
     world = simulation.world
-    for number in range(simulation.shape.clients + 2):
+    for number in range(simulation.shape.clients + simulation.shape.agents):
         Agent(world, f"a{number + 1}").start()
     Reader(world).start()

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from chaos.disk import SimLogStore
-from chaos.process import NodeRunner, check_copies, entry_bytes_max, stops_on_store_errors
+from chaos.process import NodeProcess, check_copies, entry_bytes_max
 from sidecar.consensus.ports import Role
 from sidecar.core.commands import (
     AcquireLease,
+    ApplyJobs,
     BeginRecord,
     CancelWait,
     Command,
     CompleteRecord,
+    CompleteRun,
+    FailRun,
     LeaseGranted,
     LeaseQueued,
     Limits,
@@ -31,20 +34,25 @@ from sidecar.core.commands import (
     Request,
     RequestKey,
     Result,
+    RollbackJob,
+    SetSwitch,
     Stamp,
+    TriggerJob,
 )
 from sidecar.core.events import Event, Kind
 from sidecar.core.machine import Machine
 from sidecar.proposer import Done, Failed, Proposer, ProposerSettings
 from sidecar.proposer.batches import decode_batch
+from sidecar.scheduling.scheduler import Scheduler, SchedulerSettings
 
 if TYPE_CHECKING:
+    from chaos.job_ledger import JobLedger
+    from chaos.profiles import Shape
     from chaos.world import Host, World
 
 TENANT = "sim"
 _DIGEST_EVERY = 16  # a digest encodes the whole state
 _REPEATS_FREE = 500  # items of a run that may be proposed again, in doubt
-_LIMITS = Limits(events_max=400)
 
 Applied = tuple[Stamp, Request, Result, Sequence[Event]]
 
@@ -75,6 +83,7 @@ class Ledger:
         self.beliefs: dict[str, list[Belief]] = {}
         self.told_complete: dict[str, bytes] = {}
         self.session_safe: dict[str, Callable[[], int]] = {}  # session -> until when (virtual) its agent believes in it
+        self.jobs: JobLedger | None = None
 
     # ---- the one history
 
@@ -97,6 +106,8 @@ class Ledger:
             for event in events:
                 self._event(host, event)
             self._request(host, stamp, request, result, events)
+            if self.jobs is not None:
+                self.jobs.applied(host, stamp, request, result, events)
 
     def _time(self, host: str, stamp: Stamp) -> None:
         """Cluster time began with the world, and may fall behind real time, but never runs ahead of it."""
@@ -111,7 +122,8 @@ class Ledger:
         self._revision = event.revision
         self._world.detail(
             host,
-            f"event {event.revision} {event.kind.name} {event.subject} {event.session} {event.waiter} {event.token}",
+            f"event {event.revision} {event.kind.name} {event.subject} {event.session} {event.waiter} {event.token} "
+            f"{event.due_ms} {event.sequence} {event.cause} {event.reason}",
         )
         if event.kind is Kind.LEASE_GRANTED:
             self._granted(host, event)
@@ -237,15 +249,23 @@ def _took_effect(command: Command, result: Result, events: Sequence[Event]) -> b
         return any(event.kind is Kind.RECORD_BEGUN and event.subject == command.key for event in events)
     if isinstance(command, CompleteRecord):
         return any(event.kind is Kind.RECORD_COMPLETED and event.subject == command.key for event in events)
+    if isinstance(command, TriggerJob):
+        return any(event.kind is Kind.OCCURRENCE_CREATED and event.cause == "trigger" for event in events)
+    if isinstance(command, ApplyJobs | RollbackJob):
+        return any(event.kind is Kind.JOB_APPLIED for event in events)
+    if isinstance(command, CompleteRun | FailRun):
+        return any(event.kind is Kind.RUN_ENDED and event.run == command.run for event in events)
+    if isinstance(command, SetSwitch):
+        return any(event.kind is Kind.SWITCH_SET for event in events)
     return False
 
 
 class ObservedMachine(Machine):
     """The product's machine, reporting each request it applies."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
         self.batch: list[Applied] = []
-        super().__init__(_LIMITS)
+        super().__init__(limits)
 
     def apply(self, stamp: Stamp, request: Request) -> tuple[Result, Sequence[Event]]:
         result, events = super().apply(stamp, request)
@@ -267,72 +287,63 @@ class ObservedProposer(Proposer):
         super().role_changed(role, term, leader)
 
 
-class CoreProcess:
+class Alarm:
+    """Calls ``poll`` at a time of the host's monotonic clock; a later call takes the place of an earlier one."""
+
+    def __init__(self, host: Host, poll: Callable[[], None]) -> None:
+        self._host = host
+        self._poll = poll
+        self._number = 0
+
+    def set(self, when_s: float) -> None:
+        self._number += 1
+        number = self._number
+
+        def ring() -> None:
+            if number == self._number:
+                self._poll()
+
+        self._host.after(self._host.clock.until_us(when_s), ring)
+
+
+class CoreProcess(NodeProcess):
     """One simulated sidecar without its gRPC shell: node, proposer, machine."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
-        self._world = host.world
-        self.machine = ObservedMachine()
+        self.clock = host.clock
+        self.machine = ObservedMachine(limits_of(host.world.shape))
         self._applied_index = 0
         self._asked = 0
         self.unanswered: dict[int, str] = {}
-        self._runner = stops_on_store_errors(lambda: NodeRunner(host, self._application))
-        self._node = self._runner.node
-        self._poll_number = 0
-        self.proposer.attach(self._node, self._runner.wake, self._schedule)
+        # Session -> who hears of its events; None: a gap.
+        self.listeners: dict[str, Callable[[Event | None], None]] = {}
+        super().__init__(host, lambda store: self._application(host, store))
+        self.proposer.attach(self._node, self._runner.wake, Alarm(host, self.proposer.poll).set)
         self.proposer.subscribe(self._events, self._gap)
-        self.listeners: dict[
-            str, Callable[[Event | None], None]
-        ] = {}  # session -> who hears of its events; None: a gap
+        if host.world.shape.application == "jobs":
+            settings = SchedulerSettings(nodes=len(host.world.hosts))
+            self.scheduler = Scheduler(self.proposer, self._node, host.clock, settings)
+            self.scheduler.attach(Alarm(host, self.scheduler.poll).set)
 
-    def _application(self, store: SimLogStore) -> ObservedProposer:
-        settings = ProposerSettings(entry_bytes_max=entry_bytes_max(self._world.shape.append_bytes_max))
-        self.proposer = ObservedProposer(
-            self.machine, self._host.clock, self._host.name, store.incarnation, settings=settings
-        )
+    def _application(self, host: Host, store: SimLogStore) -> ObservedProposer:
+        settings = ProposerSettings(entry_bytes_max=entry_bytes_max(host.world.shape.append_bytes_max))
+        self.proposer = ObservedProposer(self.machine, host.clock, host.name, store.incarnation, settings=settings)
         self.proposer.observed = self
         self._store = store
         return self.proposer
 
-    def _schedule(self, when_s: float) -> None:
-        self._poll_number += 1
-        number = self._poll_number
-
-        def poll() -> None:
-            if number == self._poll_number:
-                self.proposer.poll()
-
-        self._host.after(self._host.clock.until_us(when_s), poll)
-
-    def start(self) -> None:
-        self._runner.wake()
-
-    def peer_connected(self, peer: str) -> None:
-        self._node.peer_connected(peer)
-
-    def peer_disconnected(self, peer: str, reset: bool) -> None:
-        self._node.peer_disconnected(peer, reset=reset)
-
-    def frame_received(self, peer: str, frame: object) -> None:
-        assert isinstance(frame, bytes)
-        self._node.frame_received(peer, frame)
-
     # ---- what the checkers see
 
     def applied(self, index: int, payload: bytes) -> None:
-        image = self._store.image
-        entry = image.entries[index - image.entries[0].index]
         digest = self.proposer.digest() if index % _DIGEST_EVERY == 0 else None
-        self._world.checkers.applied(self._host.name, index, entry.term, image.term, payload, digest)
+        self._tell_applied(self._store.image, index, payload, digest)
         self._applied_index = index
         batch, self.machine.batch = self.machine.batch, []
         items = len(decode_batch(payload).items)
         self._world.ledger.applied(self._host.name, index, items, batch)
 
     def role_changed(self, role: Role, term: int) -> None:
-        if role is Role.LEADER:
-            self._world.checkers.leads(self._host.name, term, self._store.image)
+        self._tell_role(role, term, self._store.image)
 
     # ---- what agents ask for
 
@@ -378,9 +389,6 @@ class CoreProcess:
         self._node.read_barrier(lambda current: done(self.machine.revision if current else None))
         self._runner.wake()
 
-    def applied_index(self) -> int:
-        return self._node.status().applied_index
-
     def digest(self) -> str:
         return self.proposer.digest()
 
@@ -391,20 +399,19 @@ class CoreProcess:
         """What is left of agents: the probes' own sessions live on, and hold nothing. Everybody has had an answer."""
         counts = self.machine.counts()
         probes = sum(1 for row in self.machine.sessions(TENANT, "", 1_000) if row.agent.startswith("probe-"))
-        left = {name: counts[name] for name in ("holders", "waiters")} | {"sessions": counts["sessions"] - probes}
+        empty = ("holders", "waiters", "pending", "runs", "workers")
+        left = {name: counts[name] for name in empty} | {"sessions": counts["sessions"] - probes}
         left["unanswered"] = len(self.unanswered)
         return {name: count for name, count in left.items() if count}
 
-    def is_leader(self) -> bool:
-        return self._node.is_leader()
 
-    def transfer(self, to: str) -> None:
-        self._node.transfer_leadership(to, lambda _: None)
-        self._runner.wake()
-
-    def snapshot(self) -> None:
-        self._node.take_snapshot(lambda *_: None)
-        self._runner.wake()
+def limits_of(shape: Shape) -> Limits:
+    return Limits(
+        events_max=400,
+        starts_per_second_max=shape.starts_per_second,
+        job_revisions_max=shape.job_revisions,
+        occurrences_max=shape.occurrences,
+    )
 
 
 def is_expired(result: Result) -> bool:

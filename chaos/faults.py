@@ -38,6 +38,9 @@ class Faults:
             "slow_disk": self._slow_disk,
             "full_disk": self._full_disk,
             "wall_step": self._wall_step,
+            "wall_nudge": self._wall_nudge,
+            "wall_step_all": self._wall_step_all,
+            "wall_stop": self._wall_stop,
             "drift": self._drift,
             "transfer": self._transfer,
             "snapshot": self._snapshot,
@@ -207,8 +210,28 @@ class Faults:
     def _wall_step(self) -> None:
         host = self._host()
         step_us = self._world.between(-8 * 3600, 8 * 3600) * SECOND
-        host.clock.wall_offset_us += step_us
+        host.clock.set_wall(host.clock.wall_us() + step_us)
         self._world.note("fault", f"{host.name}'s wall clock steps by {step_us // SECOND} s")
+
+    def _wall_nudge(self) -> None:
+        """As when a time daemon corrects it."""
+        host = self._host()
+        step_us = self._world.between(-3_000, 3_000) * MILLISECOND
+        host.clock.set_wall(host.clock.wall_us() + step_us)
+        self._world.note("fault", f"{host.name}'s wall clock is put right by {step_us // MILLISECOND} ms")
+
+    def _wall_step_all(self) -> None:
+        """The whole site slept, or was given another time: mostly a later one."""
+        low_s, high_s = (-7_200, 0) if self._world.chance(250) else (10, 7_200)
+        step_us = self._world.between(low_s, high_s) * SECOND
+        self._world.note("fault", f"all wall clocks step by {step_us // SECOND} s")
+        for host in self._world.hosts.values():
+            host.clock.set_wall(host.clock.wall_us() + step_us)
+
+    def _wall_stop(self) -> None:
+        clock = self._host().clock
+        clock.stop_wall()
+        self._for_a_while("a wall clock stands still", clock.start_wall)
 
     def _drift(self) -> None:
         host = self._host()

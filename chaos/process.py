@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from chaos.disk import LogVolume, SimLogStore, SimSnapshotStore
+from chaos.disk import LogImage, LogVolume, SimLogStore, SimSnapshotStore
 from chaos.register import RegisterApplication
 from chaos.world import Host, ProcessStopped
 from sidecar.consensus.messages import Append, Vote, VoteRequest, decode
@@ -196,20 +196,14 @@ def stops_on_store_errors(call: Callable[[], T]) -> T:
         raise ProcessStopped(str(error)) from error
 
 
-class RegisterProcess:
-    """Our node with the register application."""
+class NodeProcess:
+    """A process that is a node with some application: what hosts, faults and the simulation ask of any such process."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, application: Callable[[SimLogStore], Application]) -> None:
         self._host = host
         self._world = host.world
-        shape = host.world.shape
-        self._application = RegisterApplication(entry_bytes_max(shape.append_bytes_max), self._applied)
-        self._application.on_role = self._role_changed
-        self._application.on_restore = self._restored
-        self._runner = stops_on_store_errors(lambda: NodeRunner(host, lambda _: self._application))
+        self._runner = stops_on_store_errors(lambda: NodeRunner(host, application))
         self._node = self._runner.node
-        self._application.forward = self._node.forward
-        self._application.leading = self._node.is_leader
 
     def start(self) -> None:
         self._runner.wake()
@@ -224,17 +218,48 @@ class RegisterProcess:
         assert isinstance(frame, bytes)
         self._node.frame_received(peer, frame)
 
+    def applied_index(self) -> int:
+        return self._node.status().applied_index
+
+    def is_leader(self) -> bool:
+        return self._node.is_leader()
+
+    def transfer(self, to: str) -> None:
+        self._node.transfer_leadership(to, lambda _: None)
+        self._runner.wake()
+
+    def snapshot(self) -> None:
+        self._node.take_snapshot(lambda *_: None)
+        self._runner.wake()
+
     # ---- what the checkers see
 
-    def _role_changed(self, role: Role, term: int, leader: str | None) -> None:
+    def _tell_role(self, role: Role, term: int, image: LogImage) -> None:
         if role is Role.LEADER:
-            self._world.checkers.leads(self._host.name, term, self._runner.store.image)
+            self._world.checkers.leads(self._host.name, term, image)
+
+    def _tell_applied(self, image: LogImage, index: int, payload: bytes, digest: str | None) -> None:
+        entry = image.entries[index - image.entries[0].index]
+        self._world.checkers.applied(self._host.name, index, entry.term, image.term, payload, digest)
+
+
+class RegisterProcess(NodeProcess):
+    """Our node with the register application."""
+
+    def __init__(self, host: Host) -> None:
+        shape = host.world.shape
+        self._application = RegisterApplication(entry_bytes_max(shape.append_bytes_max), self._applied)
+        self._application.on_role = self._role_changed
+        self._application.on_restore = self._restored
+        super().__init__(host, lambda _: self._application)
+        self._application.forward = self._node.forward
+        self._application.leading = self._node.is_leader
+
+    def _role_changed(self, role: Role, term: int, leader: str | None) -> None:
+        self._tell_role(role, term, self._runner.store.image)
 
     def _applied(self, index: int, payload: bytes, digest: str) -> None:
-        image = self._runner.store.image
-        entry = image.entries[index - image.entries[0].index]
-        checkers = self._world.checkers
-        checkers.applied(self._host.name, index, entry.term, image.term, payload, digest)
+        self._tell_applied(self._runner.store.image, index, payload, digest)
 
     def _restored(self, index: int) -> None:
         self._world.checkers.restored(self._host.name, index)
@@ -255,25 +280,11 @@ class RegisterProcess:
         self._node.read_barrier(lambda current: done(self.applied_index() if current else None))
         self._runner.wake()
 
-    def applied_index(self) -> int:
-        return self._node.status().applied_index
-
     def digest(self) -> str:
         return self._application.digest()
 
     def holds(self, command: int) -> bool:
         return command in self._application.places
-
-    def is_leader(self) -> bool:
-        return self._node.is_leader()
-
-    def transfer(self, to: str) -> None:
-        self._node.transfer_leadership(to, lambda _: None)
-        self._runner.wake()
-
-    def snapshot(self) -> None:
-        self._node.take_snapshot(lambda *_: None)
-        self._runner.wake()
 
 
 def acknowledge(world: World, host: str, command: int, index: int) -> None:

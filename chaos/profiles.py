@@ -47,6 +47,19 @@ class Shape:
     command_bytes: Range = (20, 60)
     reads_per_thousand: int = 250
     application: str = "register"
+    agents: int = 2  # beside those that ``clients`` says
+    workers: int = 0
+    job_count: int = 0
+    switch_weight: int = 6
+
+    # limits of the state
+    starts_per_second: int = 200
+    job_revisions: int = 20
+    occurrences: int = 500_000
+
+    # wall clocks: how far the hosts' are off at the beginning
+    wall_skew_ms: int = 0
+    wall_error_max_ms: int = 0  # the clocks of a majority are never more wrong than this; 0: they may be
 
     # the node
     heartbeat_ms: int = 100
@@ -102,6 +115,20 @@ _SNAP = Shape(
     snapshot_chunk_bytes=60,
     append_bytes_max=400,
     think_us=(1 * MILLISECOND, 40 * MILLISECOND),
+)
+
+_JOBS = Shape(
+    application="jobs",
+    agents=1,
+    workers=5,
+    job_count=7,
+    compact_entries=150,
+    snapshot_chunk_bytes=8_000,
+    drift_ppm=3_000,
+    wall_skew_ms=300,
+    starts_per_second=7,
+    job_revisions=4,
+    occurrences=60,
 )
 
 PROFILES: dict[str, Profile] = {
@@ -232,6 +259,65 @@ PROFILES: dict[str, Profile] = {
         nodes=(3, 3, 5),
         stock=False,
         seconds=(10, 16),
+    ),
+    "jobs": Profile(
+        "scheduled jobs on the product's scheduler, proposer and state machine, everything that can go wrong",
+        replace(
+            _JOBS,
+            faults=(
+                *NET_FAULTS,
+                *LIFE_FAULTS,
+                ("power", 10),
+                ("power_all", 4),
+                ("slow_disk", 8),
+                ("transfer", 12),
+                ("snapshot", 10),
+                ("wall_nudge", 10),
+                ("wall_step", 4),
+                ("wall_step_all", 4),
+                ("drift", 8),
+                ("wipe", 5),
+                ("full_disk", 3),
+            ),
+        ),
+        nodes=(3, 3, 5),
+        stock=False,
+        seconds=(14, 24),
+    ),
+    "jobs-clock": Profile(
+        "scheduled jobs while wall clocks step by seconds and by hours, stop, and disagree",
+        replace(
+            _JOBS,
+            faults=(
+                ("wall_nudge", 20),
+                ("wall_step", 15),
+                ("wall_step_all", 20),
+                ("wall_stop", 15),
+                ("drift", 10),
+                ("transfer", 15),
+                ("pause", 10),
+                ("kill", 10),
+                ("power_all", 4),
+                ("isolate", 8),
+                ("snapshot", 8),
+            ),
+            wall_skew_ms=4_000,
+            switch_weight=2,
+        ),
+        nodes=(1, 3, 3, 5),
+        stock=False,
+        seconds=(14, 24),
+    ),
+    "jobs-kill": Profile(
+        "scheduled jobs and switches: kills, pauses and drains all the time, with network faults and crashes",
+        replace(
+            _JOBS,
+            faults=(*NET_FAULTS, ("kill", 20), ("power", 8), ("transfer", 10), ("snapshot", 10)),
+            switch_weight=30,
+            agents=2,
+        ),
+        stock=False,
+        seconds=(18, 28),
     ),
     "quiet": Profile("no fault at all", Shape(), swarm=False, seconds=(6, 8)),
 }

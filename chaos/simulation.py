@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from chaos.checkers import Checkers, Violation
 from chaos.disk import Disk, LogVolume, Volume
@@ -22,9 +23,14 @@ from chaos.profiles import PROFILES, Profile, Shape
 from chaos.workload import RegisterClient
 from chaos.world import MILLISECOND, SECOND, Host, HostClock, HostState, Process, World
 
+if TYPE_CHECKING:
+    from chaos.operators import JobPopulation
+
 EXIT_CLEAN, EXIT_SAFETY, EXIT_USAGE, EXIT_LIVENESS, EXIT_CODE = 0, 1, 2, 3, 4
 
 _POLL_US = 100 * MILLISECOND
+# The full hour, and ends of gaps and folds: New York, Berlin, Lord Howe.
+_MOMENTS_S = (1_700_002_800, 1_710_054_000, 1_730_613_600, 1_711_846_800, 1_729_990_800, 1_712_415_600, 1_728_142_200)
 
 
 @dataclass
@@ -66,15 +72,27 @@ class Simulation:
         self.world.shape = self.shape = self._shape(profile)
         self.world.network = Network(self.world, self.shape)
         self.world.checkers = Checkers(self.world)
-        self.core = self.shape.application == "core"
+        self.core = self.shape.application in ("core", "jobs")
+        self.population: JobPopulation | None = None
+        self._set_epoch()
         boot = self._boot()
         for number in range(self.shape.nodes):
             name = f"n{number + 1}"
-            clock = HostClock(self.world, self.world.between(1, 1_000_000) * MILLISECOND, 1_700_000_000 * SECOND)
+            clock = HostClock(self.world, self.world.between(1, 1_000_000) * MILLISECOND, self.world.epoch_us)
+            if self.shape.wall_skew_ms:
+                skew_ms = self.world.between(-self.shape.wall_skew_ms, self.shape.wall_skew_ms)
+                clock.set_wall(clock.wall_us() + skew_ms * MILLISECOND)
             clock.drift(self.world.between(-self.shape.drift_ppm, self.shape.drift_ppm))
             disk = Disk(self.world, name, self._volume(name))
             self.world.hosts[name] = Host(self.world, name, disk, clock, boot)
         self.faults = Faults(self.world)
+
+    def _set_epoch(self) -> None:
+        """Jobs are due by wall time: shortly before a minute, an hour, or a change of the clocks in some zone."""
+        self.world.wall_error_max_ms = self.shape.wall_error_max_ms
+        if self.shape.application == "jobs":
+            moment_s = _MOMENTS_S[self.world.between(0, len(_MOMENTS_S) - 1)]
+            self.world.epoch_us = moment_s * SECOND - self.world.between(2 * SECOND, 40 * SECOND)
 
     def _shape(self, profile: Profile) -> Shape:
         shape = profile.draw(self.world.rng)
@@ -123,7 +141,15 @@ class Simulation:
 
         self.world.ledger = Ledger(self.world)
         self.world.documents = {}
-        populate(self)
+        if self.shape.application == "core":
+            populate(self)
+            return
+        from chaos.job_ledger import JobLedger
+        from chaos.operators import JobPopulation
+
+        self.world.ledger.jobs = JobLedger(self.world)
+        self.population = JobPopulation(self.world, self.world.ledger.jobs)
+        self.population.start()
 
     def _heal(self) -> None:
         """All faults end: whatever was stopped runs, whatever was cut is whole, disks and networks are ordinary."""
@@ -135,6 +161,8 @@ class Simulation:
             host.disk.disarm()
             host.disk.full = False
             host.disk.sync_us = self.shape.sync_us
+            if self.population is not None:
+                host.clock.set_wall(world.epoch_us + world.now_us + world.between(-100, 100) * MILLISECOND)
             host.resume()
             if host.state is HostState.DOWN:
                 host.boot()
@@ -155,7 +183,10 @@ class Simulation:
                 world.note(
                     "world", f"converged {(world.now_us - end_us + self.shape.convergence_us) // MILLISECOND} ms later"
                 )
-                self._compare()
+                if self.population is not None:
+                    self._end_of_jobs(self.population)
+                else:
+                    self._compare()
                 if self.core:
                     self._nothing_leaks()
                 return
@@ -167,6 +198,28 @@ class Simulation:
             "no-convergence", "world", f"{self.shape.convergence_us // SECOND} s after the heal: {state}"
         )
         self._compare_acknowledged()
+
+    def _end_of_jobs(self, population: JobPopulation) -> None:
+        """What is due is dealt with; then, with nothing due any more, every occurrence comes to its end."""
+        world, ledger = self.world, self.world.ledger.jobs
+        assert ledger is not None
+        wall_ms = world.true_wall_ms()
+        if not self._within(30 * SECOND, lambda: not ledger.unsettled(wall_ms)):
+            world.checkers.violation("stalled", "world", f"not settled 30 s later: {ledger.unsettled(wall_ms)[:5]}")
+        population.tidy_up()
+        if not self._within(60 * SECOND, population.tidy):
+            world.checkers.violation("stuck", "world", "schedules could not be ended within a minute")
+        if not self._within(60 * SECOND, lambda: not ledger.unfinished()):
+            world.checkers.violation("stuck", "world", f"not ended a minute later: {ledger.unfinished()[:5]}")
+        population.leave()
+
+    def _within(self, longest_us: int, true: Callable[[], bool]) -> bool:
+        end_us = self.world.now_us + longest_us
+        while not true():
+            if self.world.now_us >= end_us:
+                return False
+            self.world.run_until(self.world.now_us + _POLL_US)
+        return True
 
     def _nothing_leaks(self) -> None:
         """All agents have gone: their sessions, leases and places in line must end, on all nodes."""
@@ -180,6 +233,9 @@ class Simulation:
             level = len({process.applied_index() for process in processes}) == 1
             if len(processes) == len(self.world.hosts) and level and not any(leftovers):
                 self._compare()
+                if self.world.ledger.jobs is not None:
+                    for process in processes:
+                        self.world.ledger.jobs.compare("world", process.machine)
                 return
             counts = next((each for each in leftovers if each), counts)
         self.world.checkers.violation("leak", "world", f"40 s after the last agent had gone: {counts}")
@@ -194,6 +250,8 @@ class Simulation:
         processes = [host.process for host in self.world.hosts.values()]
         if any(process is None or not process.holds(probe) for process in processes):
             return False
+        if self.population is not None:
+            return True  # those who work go on, and the nodes are never level for long
         indexes = [process.applied_index() for process in processes if process is not None]
         return min(indexes) == max(indexes)
 

@@ -78,6 +78,7 @@ class HostClock:
         self._since_us = world.now_us
         self.rate_ppm = 0
         self.wall_offset_us = wall_offset_us
+        self._stopped_wall_us: int | None = None
 
     def monotonic_us(self) -> int:
         elapsed_us = self._world.now_us - self._since_us
@@ -86,9 +87,27 @@ class HostClock:
     def monotonic_s(self) -> float:
         return self.monotonic_us() / 1_000_000
 
-    def wall_ms(self) -> int:
+    def wall_us(self) -> int:
+        if self._stopped_wall_us is not None:
+            return self._stopped_wall_us
         elapsed_us = self._world.now_us + self._world.now_us * self.rate_ppm // 1_000_000
-        return (self.wall_offset_us + elapsed_us) // 1_000
+        return self.wall_offset_us + elapsed_us
+
+    def wall_ms(self) -> int:
+        return self.wall_us() // 1_000
+
+    def stop_wall(self) -> None:
+        """Wall time stands still."""
+        self._stopped_wall_us = self.wall_us()
+
+    def start_wall(self) -> None:
+        """It goes on from where it stood."""
+        if self._stopped_wall_us is not None:
+            self.set_wall(self._stopped_wall_us)
+
+    def set_wall(self, wall_us: int) -> None:
+        self._stopped_wall_us = None
+        self.wall_offset_us += wall_us - self.wall_us()
 
     def drift(self, rate_ppm: int) -> None:
         self._base_us = self.monotonic_us()
@@ -218,8 +237,8 @@ class World:
 
     network: Network
     checkers: Checkers
-    ledger: Ledger  # profile core only
-    documents: dict[str, int]  # profile core only: lease -> number of the document that is next
+    ledger: Ledger  # applications core and jobs only
+    documents: dict[str, int]  # the same: lease -> number of the document that is next
 
     def __init__(self, seed: int, shape: Shape, *, verbose: bool = False) -> None:
         self.seed = seed
@@ -232,6 +251,9 @@ class World:
         self.commands = 0  # numbers of commands given out to clients
         self.reached: dict[str, int] = {}  # how often a run came to where bugs live; a test asks for each of them
         self.calm = False  # after the heal: no more faults, no fault of chance either
+        self.epoch_us = 1_700_000_000 * SECOND  # the true wall time at which the world begins
+        # By how much a majority of wall clocks is wrong at the most; 0: nobody knows.
+        self.wall_error_max_ms = 0
         self.trace: deque[str] = deque(maxlen=None if verbose else _TRACE_LINES_KEPT)
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -242,6 +264,9 @@ class World:
     def after(self, delay_us: int, action: Callable[[], None]) -> None:
         self._sequence += 1
         heapq.heappush(self._queue, (self.now_us + delay_us, self._sequence, action))
+
+    def true_wall_ms(self) -> int:
+        return (self.epoch_us + self.now_us) // 1_000
 
     def run_until(self, until_us: int) -> None:
         queue = self._queue
