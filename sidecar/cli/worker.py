@@ -116,23 +116,18 @@ class Serving:
 
     async def until_stopped(self, client: Any, slots: int, wait_s: float) -> None:
         """Serves until a signal comes; then until the runs have ended, the time is up, or a second signal comes."""
-        signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        working = loop.create_task(client.work(slots=slots, stop=stop, finish_timeout=wait_s))
+
+        def stopping() -> None:
+            if stop.is_set():
+                working.cancel()
+                return
+            self._target.say(f"tenure worker: no new runs; those that go on may take {wait_s:g} s")
+            stop.set()
+
         for number in STOPPING:
-            loop.add_signal_handler(number, signals.put_nowait, number)
-        working = loop.create_task(client.work(slots=slots))
-        stopped = loop.create_task(signals.get())
-        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            stopped.cancel()
-            await working
-            return
-        self._target.say(f"tenure worker: no new runs; those that go on may take {wait_s:g} s")
-        working.cancel()
-        again = loop.create_task(signals.get())
-        await asyncio.wait([working, again], timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        again.cancel()
-        working.cancel()
+            loop.add_signal_handler(number, stopping)
         with contextlib.suppress(asyncio.CancelledError):
             await working
 
