@@ -336,9 +336,9 @@ class Assignment:
 
     # ---- reads ---------------------------------------------------------------------------------------------------
 
-    def workers_of(self, job: Job) -> list[str]:
-        """Sessions that serve the job and fit it, or its canaries."""
-        demands = [demand_of(job, False)] + ([demand_of(job, True)] if job.spec.canary is not None else [])
+    def workers_of(self, job: Job, canary: bool | None) -> list[str]:
+        """Sessions that serve the job and fit its canaries, its other occurrences, or (None) either."""
+        demands = [demand_of(job, each) for each in (False, True) if canary in (None, each)]
         return [
             member
             for group in self.groups.serving(job.tenant, job.name)

@@ -518,11 +518,11 @@ class Runs:
             return self.of_job(tenant, job)
         return len(self._of_tenant.get(tenant, {}) if tenant else self.table)
 
-    def capacity(self, job: Job) -> tuple[int, int]:
-        """Connected workers that fit the job, and their free slots."""
+    def capacity(self, job: Job, canary: bool | None = None) -> tuple[int, int]:
+        """Connected workers that fit the job (its canaries, or the others), and their free slots."""
         workers = [
             self.workers[session]
-            for session in self._assignment.workers_of(job)
+            for session in self._assignment.workers_of(job, canary)
             if self._sessions.table[session].connection and self.workers[session].slots
         ]
         return len(workers), sum(max(0, row.slots - self._busy.get(row.session, 0)) for row in workers)
@@ -539,7 +539,7 @@ class Runs:
             return switch.why
         if not self._occurrences.may_start(line, retrying):
             return "overlap"
-        return "" if self.capacity(job)[0] else "no worker"
+        return "" if self.capacity(job, row.canary)[0] else "no worker"
 
     # ---- the table -----------------------------------------------------------------------------------------------
 
