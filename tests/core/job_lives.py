@@ -23,14 +23,23 @@ JOBS = (("t", "a"), ("t", "a"), ("t", "ab"), ("t", "b"), ("t", "c"), ("u", "a"))
 PASSING_MS = (0,) * 8 + (1, 20, 50, 50, 100, 100, 100, 200, 300, 500, 1_000, 4_000)
 WALL_STEPS_MS = (0,) * 60 + (-30_000, -1_500, 900, 15_000)
 LIMITS = c.Limits(events_max=200, starts_per_second_max=3)
+TIGHT_LIMITS = c.Limits(
+    events_max=200,
+    starts_per_second_max=1,
+    occurrences_max=5,
+    jobs_max=4,
+    job_revisions_max=2,
+    job_bytes_max=5_000,
+    switches_max=1,
+)
 
 
 class World:
     """Writes commands that mostly make sense, by looking at the state they will meet; ``pick`` decides everything."""
 
-    def __init__(self, pick: Callable[[Sequence[Any]], Any]) -> None:
+    def __init__(self, pick: Callable[[Sequence[Any]], Any], limits: c.Limits | None = None) -> None:
         self._pick = pick
-        self.judge = Judge(LIMITS)
+        self.judge = Judge(limits or LIMITS)
         self.now_ms, self.wall_offset_ms = 1_000, WALL_MS
         self.count = 0
         self.settlements: list[c.Settlement] = []

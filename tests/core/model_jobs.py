@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 ALL = 1_000_000
 BY_SCHEDULE = ("schedule", "catch_up")
+OUTCOMES = ("succeeded", "failed", "skipped", "missed", "cancelled", "unknown")
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Judge:
     accounts: dict[Key, Account] = field(default_factory=dict)
     # Of each job as long as it exists: the due times that have become something, in order.
     settled: dict[JobKey, list[int]] = field(default_factory=dict)
+    totals: dict[JobKey, dict[str, int]] = field(default_factory=dict)
     deleted: dict[JobKey, None] = field(default_factory=dict)
     ended: dict[Key, Occurrence] = field(default_factory=dict)
     serves: dict[str, tuple[tuple[str, ...], int]] = field(default_factory=dict)
@@ -154,12 +156,12 @@ class Judge:
         created = [
             (event.tenant, event.subject, event.due_ms)
             for event in events
-            if event.kind is Kind.OCCURRENCE_CREATED and event.cause in BY_SCHEDULE
+            if (event.kind is Kind.OCCURRENCE_CREATED and event.cause in BY_SCHEDULE) or is_no_room(event)
         ]
         missed = [
             (event.tenant, event.subject, event.due_ms, event.count)
             for event in events
-            if event.kind is Kind.OCCURRENCE_MISSED
+            if event.kind is Kind.OCCURRENCE_MISSED and not is_no_room(event)
         ]
         wanted = [(one.tenant, one.name, due.due_ms) for one in expected for due in one.due]
         assert left_out(created, wanted) <= self.known.keys(), "occurrences that were created"
@@ -178,8 +180,13 @@ class Judge:
         scheduled = [row for row in rows if row.sequence == 0]
         assert len(scheduled) <= 1 or (tenant, name) in self.deleted, scheduled
         job = self.machine.job(tenant, name)
-        # Else the history may be too short for it.
-        if job is not None and len(self.machine.occurrences(tenant, name, None, ALL)) < job.spec.history_count:
+        # Else the history may be too short for it, or the table too small.
+        roomy = len(self.ended) + len(self.accounts) < self.limits.occurrences_max
+        if (
+            roomy
+            and job is not None
+            and len(self.machine.occurrences(tenant, name, None, ALL)) < job.spec.history_count
+        ):
             assert scheduled, f"nothing is known of {name} at {due_ms}"
 
     # ---- events ----------------------------------------------------------------------------------------------------
@@ -196,15 +203,19 @@ class Judge:
                 self.accounts[key] = Account()
                 self.ended.pop(key, None)
             case Kind.OCCURRENCE_MISSED:
+                self.count(event, "missed", event.count)
                 self.ended.pop(key, None)  # of a deleted job, forgotten since: check_settled sees every other one
             case Kind.OCCURRENCE_ENDED:
                 account = self.accounts.setdefault(key, Account())
                 assert not account.ended, f"{key} ended twice"
                 account.ended = True
+                self.count(event, event.cause, 1)
             case Kind.OCCURRENCE_RESOLVED:
                 account = self.accounts[key]
                 account.resolved, account.ended = True, event.cause != "retry"
                 self.ended.pop(key, None)
+                self.count(event, "unknown", -1)
+                self.count(event, event.cause, 1)
             case Kind.RUN_ASSIGNED:
                 self.see_assigned(event, key)
             case Kind.RUN_INTERRUPTED:
@@ -218,12 +229,18 @@ class Judge:
                 del self.switches[event.subject]
                 if event.subject in self.spans:
                     self.spans[event.subject] = (*self.spans[event.subject][:3], event.wall_ms)
+            case Kind.JOB_APPLIED if event.cause == "created":
+                self.totals[key[:2]] = {}
             case Kind.JOB_DELETED:
                 self.forget_job(event.tenant, event.subject)
             case Kind.SESSION_EXPIRED | Kind.SESSION_CLOSED:
                 self.serves.pop(event.subject, None)
             case _:
                 pass
+
+    def count(self, event: Event, outcome: str, count: int) -> None:
+        totals = self.totals.setdefault((event.tenant, event.subject), {})
+        totals[outcome] = max(0, totals.get(outcome, 0) + count)
 
     def forget_job(self, tenant: str, name: str) -> None:
         """A job of the same name that follows is another one."""
@@ -320,6 +337,11 @@ class Judge:
             kept = [row for row in rows if row.state in ENDED and not row.held]
             assert len(kept) <= job.spec.history_count, f"{len(kept)} ended ones of {job.name} are kept"
             self.check_nothing_idle(job, unfinished)
+            totals = self.totals[(job.tenant, job.name)]
+            for outcome in OUTCOMES:
+                assert getattr(job, outcome) == totals.get(outcome, 0), (
+                    f"how many of {job.name} are {outcome}: {totals}"
+                )
 
     def check_ended(self, row: Occurrence) -> None:
         key = key_of(row)
@@ -387,6 +409,10 @@ class Judge:
         for job in self.jobs():
             behind = job.next_due_ms < 0 or 0 < job.next_due_ms <= wall_ms
             assert behind == ((job.tenant, job.name) in waiting), job
+
+
+def is_no_room(event: Event) -> bool:
+    return event.kind is Kind.OCCURRENCE_MISSED and event.reason == "no_room"
 
 
 def left_out(found: Sequence[T], wanted: Sequence[T]) -> set[T]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from tests.core.job_lives import World, live, replay
+from tests.core.job_lives import TIGHT_LIMITS, World, live, replay
 
 
 @settings(max_examples=60, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
@@ -23,6 +23,11 @@ WALK_STEPS = 400
 @pytest.mark.parametrize("seed", range(20))
 def test_a_long_walk(seed: int) -> None:
     live(World(random.Random(seed).choice), WALK_STEPS)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_long_walk_where_there_is_no_room(seed: int) -> None:
+    live(World(random.Random(seed).choice, TIGHT_LIMITS), WALK_STEPS)
 
 
 def test_a_log_alone_gives_the_same_state() -> None:
