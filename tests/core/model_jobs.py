@@ -181,7 +181,7 @@ class Judge:
         assert len(scheduled) <= 1 or (tenant, name) in self.deleted, scheduled
         job = self.machine.job(tenant, name)
         # Else the history may be too short for it, or the table too small.
-        roomy = len(self.ended) + len(self.accounts) < self.limits.occurrences_max
+        roomy = self.limits.occurrences_max > 1_000
         if (
             roomy
             and job is not None
