@@ -76,9 +76,14 @@ class Scope:
         return f"--tenant {self.tenant}" if self.tenant else "--fleet"
 
 
-def scope_of(target: Target, context: typer.Context, job: str, fleet: bool) -> Scope:
+def said_tenant(context: typer.Context) -> bool:
+    """Whether --tenant stands on the command line. That of the environment only says whose names are meant."""
     source = context.get_parameter_source("tenant")
-    said = source is not None and source.name == "COMMANDLINE"
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def scope_of(target: Target, context: typer.Context, job: str, fleet: bool) -> Scope:
+    said = said_tenant(context)
     if (job and fleet) or (fleet and said) or not (job or fleet or said):
         raise CliError("say what is meant: JOB, --tenant TENANT, or --fleet", reason="USAGE", status=USAGE)
     if job:
@@ -341,13 +346,15 @@ async def end(target: Target, channel: grpc.aio.Channel, switch_id: str, tenant:
 @calling
 async def list_(
     target: Target,
+    context: typer.Context,
     every: Annotated[bool, typer.Option("--all", help="Also those that have ended.")] = False,
     limit: Limit = 0,
 ) -> None:
-    """List the switches in force, of the fleet, of tenants and of jobs."""
+    """List the switches in force, of the fleet, of tenants and of jobs; with --tenant, those of the tenant only."""
     from tenure.v1 import switch_pb2
 
-    request = switch_pb2.ListSwitchesRequest(include_ended=every)
+    tenant = target.tenant if said_tenant(context) else ""
+    request = switch_pb2.ListSwitchesRequest(tenant=tenant, include_ended=every)
     async with target.channel() as channel:
         found = await calls.pages(stub_of(channel).ListSwitches, request, "switches", limit, target.timeout)
     if target.json:

@@ -181,7 +181,7 @@ async def test_a_triggered_run_is_followed_to_its_outcome_and_explained(run: Run
     told = ok(await asyncio.to_thread(run, "explain", "hand"))
     for text in (
         "default/hand: succeeded", "triggered by hand", "by on-call: try it", "attempt 1 given to crawler on host-7",
-        f"run {first.run_id}): failed", "attempt 2 given to crawler", "result    42 rows", "attempts  2",
+        f"run {first.run_id}): failed: no connection", "attempt 2 given to crawler", "result    42 rows", "attempts  2",
         "owner     team-a", "runbook   https://example.org/runbook",
     ):  # fmt: skip
         assert text in told, told
