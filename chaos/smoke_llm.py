@@ -170,6 +170,8 @@ class Steps(JobSteps):
             await self.do(outcome, self.acts, 0)
             await self.close_schedule()
             await self.dev.cluster.stop_agents()
+        except base.StepFailed as failed:
+            raise base.StepFailed(f"{failed}\nopen: {self.open()}") from failed
         finally:
             await self.model.stop(1.0)
         await self.judge(outcome, Plan(JOB, EVERY_MS, self.start_ms, self.end_ms, self.kills, exclusive=False))

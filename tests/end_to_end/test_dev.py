@@ -39,14 +39,27 @@ class Dev:
         return status
 
     async def working(self) -> bool:
-        """Whether all nodes are ready, somebody holds the lease, and a document has been posted."""
+        """Whether all nodes are ready, all agents are there, and a run has posted a document."""
         try:
             status = await self.status()
         except DevError:
             assert self.process.poll() is None, self.output.read_text()
             return False
         ready = all(node["health"] == "ready" for node in status["nodes"])
-        return ready and bool(status["holder"]) and status["work"]["posted"] > 0
+        return ready and status["sessions"] == 3 and status["work"]["posted"] > 0
+
+    async def goes_on(self) -> None:
+        """Wait until something more is posted."""
+        before = (await self.status())["work"]["posted"]
+
+        async def more() -> bool:
+            return bool((await self.status())["work"]["posted"] > before)
+
+        await eventually(more, 20)
+
+    async def job(self, name: str) -> dict[str, Any]:
+        jobs: list[dict[str, Any]] = (await self.status())["jobs"]
+        return next(job for job in jobs if job["name"] == name)
 
     def started(self) -> bool:
         return self.state.exists()
@@ -101,6 +114,27 @@ async def test_it_works_takes_orders_and_leaves_nothing_behind(dev: Dev, tmp_pat
     assert (status["work"]["twice"], status["work"]["never"]) == (0, 0)
     assert "nothing is left behind" in dev.output.read_text()
     assert os.listdir(tmp_path) == [dev.output.name]
+
+
+async def test_jobs_take_orders(dev: Dev) -> None:
+    await eventually(dev.working, READY_S)
+    assert [job["name"] for job in (await dev.status())["jobs"]] == ["digest", "heartbeat"]
+    assert (await dev.order(order="trigger", target="heartbeat"))["said"].startswith("triggered heartbeat: ")
+
+    async def triggered() -> bool:
+        return bool((await dev.job("heartbeat"))["totals"]["succeeded"])
+
+    await eventually(triggered, 20)
+    for order, mode in (("pause", "pause"), ("kill_job", "kill")):
+        switch = (await dev.order(order=order, target=""))["said"].split()[-1]  # digest, the chosen one
+        job = await dev.job("digest")
+        assert (job["switch"], job["mode"]) == (switch, mode)
+        with pytest.raises(DevError, match=f"switch {switch}"):
+            await dev.order(order="trigger", target="digest")
+        assert (await dev.order(order="resume", target="digest"))["said"].startswith("digest goes on")
+        await dev.goes_on()
+    status = await dev.status()
+    assert (status["work"]["twice"], status["work"]["never"], status["work"]["partial"]) == (0, 0, 0)
 
 
 async def test_a_second_cluster_in_the_same_folder_is_refused(dev: Dev) -> None:
