@@ -29,6 +29,7 @@ from tenure.errors import (
     Definite,
     Indefinite,
     InvalidArgument,
+    JobConflict,
     LeaseHeld,
     LeaseLost,
     LimitReached,
@@ -40,13 +41,19 @@ from tenure.errors import (
     RecordInProgress,
     RecordMismatch,
     RecordUnknown,
+    RunEnded,
     SessionLost,
     StaleToken,
+    SwitchedOff,
+    SwitchStateUnknown,
     TenureError,
     Unavailable,
 )
 from tenure.fingerprint import fingerprint
+from tenure.jobs import JobInfo, JobOptions, OccurrenceInfo
 from tenure.lease import Lease
+from tenure.run import Permanent, Retry, Run, SyncRun
+from tenure.switches import SwitchInfo, SwitchState
 from tenure.sync import SyncAttempt, SyncClient, SyncLease, connect_sync
 from tenure.values import Event, EventKind, LeaseHolder, LeaseInfo, LeaseWaiter, RecordInfo, RecordState, TokenCheck
 from tenure.watching import Watch
@@ -69,6 +76,9 @@ __all__ = [
     "InProgress",
     "Indefinite",
     "InvalidArgument",
+    "JobConflict",
+    "JobInfo",
+    "JobOptions",
     "JsonSerializer",
     "Lease",
     "LeaseHeld",
@@ -78,8 +88,10 @@ __all__ = [
     "LeaseWaiter",
     "LimitReached",
     "NotFound",
+    "OccurrenceInfo",
     "OperationTimeout",
     "Overloaded",
+    "Permanent",
     "PermissionDenied",
     "RecordFailed",
     "RecordInProgress",
@@ -87,12 +99,20 @@ __all__ = [
     "RecordMismatch",
     "RecordState",
     "RecordUnknown",
+    "Retry",
+    "Run",
+    "RunEnded",
     "Serializer",
     "SessionLost",
     "StaleToken",
+    "SwitchInfo",
+    "SwitchState",
+    "SwitchStateUnknown",
+    "SwitchedOff",
     "SyncAttempt",
     "SyncClient",
     "SyncLease",
+    "SyncRun",
     "TenureError",
     "TokenCheck",
     "Unavailable",

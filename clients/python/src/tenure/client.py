@@ -29,10 +29,12 @@ from tenure.dedup import (
 )
 from tenure.fingerprint import fingerprint as fingerprint_of
 from tenure.lease import Callback, Lease, LeaseContext, LocalLine, NeedsAsyncWith
+from tenure.scheduling import Scheduling
 from tenure.session import ACQUIRE, BEGIN, CHECK, GET_LEASE, GET_RECORD, Session, Timing
 from tenure.v1 import dedup_pb2, lease_pb2, lease_pb2_grpc, session_pb2
 from tenure.values import EventKind, LeaseInfo, RecordInfo, TokenCheck, lease_info, record_info, token_check
 from tenure.watching import Watch, observe
+from tenure.work import Worker
 
 __all__ = ["Client", "ConnectOptions", "Connecting", "connect"]
 
@@ -45,6 +47,8 @@ TTL_DEFAULT_MS = 15_000
 TIMEOUT_DEFAULT = 10.0
 IN_FLIGHT_MAX = 1_000
 PAGE_SIZE = 500
+# An election costs a second or two, in which nothing can be learnt.
+STALENESS_MIN, STALENESS_DEFAULT, STALENESS_MAX = 1.0, 5.0, 3_600.0
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -70,6 +74,10 @@ class ConnectOptions(TypedDict, total=False):
     timeout: float
     # How many calls may be unanswered at a time.
     in_flight_max: int
+    # Seconds after which what is known of kill switches counts as unknown, and guarded work (runs too) stops; 5 when
+    # not given. fail_open: it goes on instead, with a warning each minute.
+    switch_staleness: float
+    fail_open: bool
     # For a sidecar that is not on this machine.
     credentials: grpc.ChannelCredentials | None
     insecure: bool
@@ -109,6 +117,8 @@ def connect(address: str | Sequence[str] | None = None, **options: Unpack[Connec
         grace_ms=_grace_ms(ttl_ms, options.get("disconnect_grace_ms")),
         timeout=timeout,
         in_flight_max=in_flight_max,
+        switch_staleness=_staleness(options.get("switch_staleness", STALENESS_DEFAULT)),
+        fail_open=options.get("fail_open", False),
     )
     return Connecting(settings, connect_timeout, options.get("session", True))
 
@@ -121,6 +131,12 @@ def _agent_info(options: ConnectOptions) -> session_pb2.AgentInfo:
         host=host if host is not None else socket.gethostname(),
         labels=options.get("labels") or {},
     )
+
+
+def _staleness(seconds: float) -> float:
+    if not STALENESS_MIN <= seconds <= STALENESS_MAX:
+        raise ValueError(f"switch_staleness must be {STALENESS_MIN:g} to {STALENESS_MAX:g} seconds, not {seconds:g}")
+    return seconds
 
 
 def _grace_ms(ttl_ms: int, grace_ms: int | None) -> int | None:
@@ -168,7 +184,7 @@ class Connecting(NeedsAsyncWith):
             await self._client.close()
 
 
-class Client:
+class Client(Scheduling):
     """One session at a sidecar, over one shared stream. Safe to use from many tasks of one event loop.
 
     Durations without a unit in their name are seconds; ``*_ms`` are integer milliseconds.
@@ -180,6 +196,8 @@ class Client:
         self._line = LocalLine()
         self._bodies: set[LeaseContext] = set()
         self._on_granted: Callback | None = None
+        self._worker = Worker(connection)
+        connection.feed(self._worker)
         connection.on_granted = self._granted
 
     # ---- life --------------------------------------------------------------------------------------------------
@@ -191,6 +209,7 @@ class Client:
         task = asyncio.current_task()
         if any(body.task is task for body in self._bodies):
             raise RuntimeError("close() was called inside the body of a lease of this client: leave the body first")
+        await self._worker.close()
         for body in list(self._bodies):
             body.close()
         while self._bodies:

@@ -27,8 +27,9 @@ import grpc
 import grpc.aio
 
 from tenure import addresses, clock, errors, forks
-from tenure.session import CLOSE, Hooks, Kind, Operation, Request, Response, Session, Timing
+from tenure.session import CLOSE, Feed, Hooks, Kind, Operation, Request, Response, Session, Timing
 from tenure.stream import Stream
+from tenure.switches import Switches
 from tenure.v1 import session_pb2, session_pb2_grpc
 
 __all__ = ["Connection", "Options", "positive_jitter"]
@@ -68,6 +69,8 @@ class Options:
     grace_ms: int | None
     timeout: float
     in_flight_max: int
+    switch_staleness: float = 5.0
+    fail_open: bool = False
     clock: clock.Clock = clock.now
 
 
@@ -76,6 +79,8 @@ class Connection:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.switches = Switches(options.switch_staleness, options.fail_open)
+        self._feed: Feed | None = None
         self.owner = forks.Owner()
         self.on_granted: Callable[[Session, str, int], None] = lambda session, name, token: None
         self.last_error: errors.TenureError | None = None
@@ -179,6 +184,14 @@ class Connection:
 
     # ---- sessions ----------------------------------------------------------------------------------------------
 
+    def feed(self, feed: Feed) -> None:
+        """Who is told of runs and switches from now on."""
+        self._feed = self.session.hooks.feed = feed
+
+    def switches_stale(self, session: Session) -> bool:
+        """Whether guarded work must stop because the state of the switches is not known."""
+        return self.switches.stops(session)
+
     def _new_session(self) -> Session:
         options = self.options
         hooks = Hooks(
@@ -187,6 +200,8 @@ class Connection:
             draining=self._draining,
             ended=self._session_ended,
         )
+        if self._feed is not None:
+            hooks.feed = self._feed
         grace_ms = 1_000 if options.grace_ms is None else options.grace_ms
         return Session(options.timing, options.clock, hooks, grace_ms=grace_ms, in_flight_max=options.in_flight_max)
 

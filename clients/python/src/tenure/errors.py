@@ -24,6 +24,7 @@ __all__ = [
     "Definite",
     "Indefinite",
     "InvalidArgument",
+    "JobConflict",
     "LeaseHeld",
     "LeaseLost",
     "LimitReached",
@@ -35,8 +36,11 @@ __all__ = [
     "RecordInProgress",
     "RecordMismatch",
     "RecordUnknown",
+    "RunEnded",
     "SessionLost",
     "StaleToken",
+    "SwitchStateUnknown",
+    "SwitchedOff",
     "TenureError",
     "Unavailable",
     "from_detail",
@@ -175,6 +179,36 @@ class RecordUnknown(Definite):
     """The owner of an earlier attempt was lost; nobody knows if it took effect. A person must resolve it."""
 
 
+class SwitchedOff(Definite):
+    """A switch in force forbids it: the fleet, the tenant or the job is paused, draining or killed."""
+
+    @property
+    def switch_id(self) -> str:
+        return self.facts.get("switch_id", "")
+
+    @property
+    def mode(self) -> str:
+        """pause, drain or kill."""
+        return self.facts.get("mode", "").lower()
+
+    @property
+    def actor(self) -> str:
+        """Who has set it."""
+        return self.facts.get("actor", "")
+
+
+class SwitchStateUnknown(Definite):
+    """Whether a switch is in force could not be learnt for too long; treated as if one was (see ``fail_open``)."""
+
+
+class JobConflict(Definite):
+    """There is a job of that name with another specification, or of another revision than expected."""
+
+
+class RunEnded(Definite):
+    """The run is over, or somebody else's: nothing that this process reports of it is accepted any more."""
+
+
 # ---- indefinite ------------------------------------------------------------------------------------------------
 
 
@@ -188,8 +222,9 @@ class OperationTimeout(Indefinite, TimeoutError):
 class LeaseLost(TenureError):
     """The lease is no longer ours, or would not have been for much longer. The body has ended before this is raised.
 
-    ``cause``: expired, session_ended, released, transferred, operator, interrupted (cancelled in time, and given
-    back) or client_closed. ``current_token`` is the successor's token where the sidecar said so (0 otherwise).
+    ``cause``: expired, session_ended, released, transferred, operator, killed (by a switch), interrupted (cancelled in
+    time, and given back) or client_closed. ``current_token`` is the successor's token where the sidecar said so (0
+    otherwise).
     """
 
     def __init__(self, name: str, token: int, cause: str, current_token: int = 0) -> None:
@@ -224,6 +259,18 @@ _BY_REASON: dict[str, type[TenureError]] = {
     "WAITERS_FULL": LimitReached,
     "RECORDS_FULL": LimitReached,
     "REQUESTS_FULL": Overloaded,
+    "JOB_NOT_FOUND": NotFound,
+    "JOB_REVISION_GONE": NotFound,
+    "JOB_REVISION_MISMATCH": JobConflict,
+    "JOBS_FULL": LimitReached,
+    "OCCURRENCE_NOT_FOUND": NotFound,
+    "OCCURRENCES_FULL": LimitReached,
+    "RUN_NOT_FOUND": RunEnded,
+    "RUN_STALE": RunEnded,
+    "RUN_INTERRUPTED": RunEnded,
+    "SWITCHED_OFF": SwitchedOff,
+    "SWITCH_NOT_FOUND": NotFound,
+    "SWITCHES_FULL": LimitReached,
 }
 
 _BY_CODE: dict[int, type[TenureError]] = {

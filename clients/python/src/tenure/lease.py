@@ -36,6 +36,8 @@ Callback = Callable[["Lease"], object]
 
 HELD, ENDING, ENDED, LOST = "held", "ending", "ended", "lost"
 RELEASE_RETRY_DELAY = 0.2
+# The cause of a loss by a kill switch of the fleet or the tenant.
+KILLED = "killed"
 
 
 class LocalLine:
@@ -208,6 +210,8 @@ class Lease:
             return
         self._lost = errors.LeaseLost(self.name, self.token, cause, current_token)
         self._end(LOST)
+        if cause == KILLED and not self._body:
+            self._connection.spawn(self._leave_place())
         callbacks, self._on_lost = self._on_lost, []
         for callback in callbacks:
             self._run(callback)
@@ -240,8 +244,19 @@ class Lease:
     def _body_ended(self) -> None:
         self._body = False
         self._interrupted = None
+        if self._lost is not None and self._lost.cause == KILLED:
+            self._connection.spawn(self._leave_place())
         if self._state in (ENDED, LOST):
             self._free()
+
+    async def _leave_place(self) -> None:
+        """After a kill the place stays taken until its holder has stopped and says so."""
+        request = lease_pb2.ReleaseLeaseRequest(name=self.name, token=self.token)
+        connection = self._connection
+        try:
+            await connection.call(RELEASE, lambda: request, timeout=connection.options.timeout, session=self._session)
+        except errors.TenureError as error:
+            log.info("the place of %r (token %d) is left when the session ends: %s", self.name, self.token, error)
 
     # ---- acts --------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,9 @@ from google.protobuf.message import Message
 
 from tenure import errors
 from tenure.clock import Clock, Validity
-from tenure.v1 import dedup_pb2, error_pb2, lease_pb2, session_pb2
+from tenure.v1 import dedup_pb2, error_pb2, job_pb2, lease_pb2, session_pb2
 
-__all__ = ["HeldLease", "Kind", "Operation", "Session", "Timing"]
+__all__ = ["Feed", "HeldLease", "Kind", "Operation", "Session", "Timing"]
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -57,6 +57,16 @@ COMPLETE: Kind[dedup_pb2.CompleteRecordRequest, dedup_pb2.CompleteRecordResponse
 FAIL: Kind[dedup_pb2.FailRecordRequest, dedup_pb2.FailRecordResponse] = Kind("fail_record", True)
 GET_RECORD: Kind[dedup_pb2.GetRecordRequest, dedup_pb2.GetRecordResponse] = Kind("get_record", False)
 CLOSE: Kind[session_pb2.CloseSessionRequest, session_pb2.CloseSessionResponse] = Kind("close_session", True)
+SERVE: Kind[job_pb2.ServeJobsRequest, job_pb2.ServeJobsResponse] = Kind("serve_jobs", True)
+CHECKPOINT: Kind[job_pb2.CheckpointRunRequest, job_pb2.CheckpointRunResponse] = Kind("checkpoint_run", True)
+COMPLETE_RUN: Kind[job_pb2.CompleteRunRequest, job_pb2.CompleteRunResponse] = Kind("complete_run", True)
+FAIL_RUN: Kind[job_pb2.FailRunRequest, job_pb2.FailRunResponse] = Kind("fail_run", True)
+ACKNOWLEDGE: Kind[job_pb2.AcknowledgeInterruptRequest, job_pb2.AcknowledgeInterruptResponse] = Kind(
+    "acknowledge_interrupt", True
+)
+APPLY_JOBS: Kind[job_pb2.ApplyJobsRequest, job_pb2.ApplyJobsResponse] = Kind("apply_jobs", True)
+TRIGGER: Kind[job_pb2.TriggerJobRequest, job_pb2.TriggerJobResponse] = Kind("trigger_job", True)
+GET_JOB: Kind[job_pb2.GetJobRequest, job_pb2.GetJobResponse] = Kind("get_job", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,26 @@ class HeldLease(Protocol):
     def _safe(self) -> None: ...
 
 
+class Feed(Protocol):
+    """Who is told of runs and switches, and looks at the clock with the session."""
+
+    def attached(self, session: Session, attached: session_pb2.Attached) -> None: ...
+    def pushed(self, session: Session, push: session_pb2.Push) -> None: ...
+    def tick(self, session: Session, now: float) -> float:
+        """Does what is due; the moment at which something else may be."""
+
+    def ended(self, session: Session) -> None: ...
+
+
+class _NoFeed:
+    def attached(self, session: Session, attached: session_pb2.Attached) -> None: ...
+    def pushed(self, session: Session, push: session_pb2.Push) -> None: ...
+    def tick(self, session: Session, now: float) -> float:
+        return float("inf")
+
+    def ended(self, session: Session) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Operation(Generic[Response]):
     """One pending call."""
@@ -136,6 +166,7 @@ class Hooks:
     granted: Callable[[Session, str, int], None] = lambda session, name, token: None
     draining: Callable[[float], None] = lambda stops_in: None
     ended: Callable[[Session], None] = lambda session: None
+    feed: Feed = field(default_factory=_NoFeed)
 
 
 @dataclass(slots=True)
@@ -159,6 +190,11 @@ class Session:
         self.streams = 0  # how many have been tried for this session; see Attach.generation
         self.ended: str | None = None
         self.jeopardy: str | None = None
+        # What the sidecar had told by the time it confirmed this moment (a keepalive's, or an attach's, sending) is
+        # how the cluster was then, or later.
+        self.confirmed_at = float("-inf")
+        # Keepalives at least this often, in seconds, for as long as somebody needs fresher news than the ttl asks for.
+        self.keep_alive_within = float("inf")
         self.leases: dict[tuple[str, int], HeldLease] = {}
         self._pending: dict[int, Operation[Any]] = {}
         self._outbox: deque[int] = deque()
@@ -285,9 +321,11 @@ class Session:
         self.id = session.session_id
         self.validity.attached(sent_at, session.ttl_ms, session.disconnect_grace_ms)
         self._keep_alives.due_at = sent_at + self.timing.keep_alive_ms / 1000
+        self.confirmed_at = max(self.confirmed_at, sent_at)
         self._set_safe()
         if attached.resumed:
             self._compare_held(attached)
+        self.hooks.feed.attached(self, attached)
         self.hooks.rearm()
 
     def _compare_held(self, attached: session_pb2.Attached) -> None:
@@ -319,11 +357,12 @@ class Session:
     def received(self, message: session_pb2.ConnectResponse) -> None:
         if self.ended is not None:
             return
-        for ack in message.keep_alive_acks:
-            self._acked(ack)
-        # Pushes first: a loss that was pushed in the same message as an answer is not newer than the answer.
+        # Pushes first: a loss that was pushed in the same message as an answer is not newer than the answer, and an
+        # acknowledgement confirms what was told before it.
         for push in message.pushes:
             self._pushed(push)
+        for ack in message.keep_alive_acks:
+            self._acked(ack)
         for result in message.results:
             self._answered(result)
 
@@ -334,6 +373,7 @@ class Session:
         for older in [number for number in self._keep_alives.sent_at if number < ack.id]:
             del self._keep_alives.sent_at[older]
         self.validity.renewed(sent_at, min(ack.ttl_ms, self.validity.ttl_ms))
+        self.confirmed_at = max(self.confirmed_at, sent_at)
         self._set_safe()
         self.hooks.rearm()
 
@@ -389,7 +429,10 @@ class Session:
             self.end("session_ended")
         elif kind == "draining":
             self.hooks.draining(push.draining.stops_in_ms / 1000)
-        # `safe` says that the sidecar sees a quorum again; what makes a lease safe is the next confirmed renewal.
+        else:
+            self.hooks.feed.pushed(self, push)
+        # An unknown kind is ignored. `safe` says that the sidecar sees a quorum again; what makes a lease safe
+        # is the next confirmed renewal.
 
     def _lease_lost(self, lost: session_pb2.LeaseLost) -> None:
         key = (lost.name, lost.token)
@@ -440,6 +483,7 @@ class Session:
                 lease._interrupt()
         else:
             nearest = min(nearest, self.validity.cancel_at)
+        nearest = min(nearest, self.hooks.feed.tick(self, now))
         if attached:
             nearest = min(nearest, self._tick_keep_alive(now))
         return max(nearest - now, 0.001)
@@ -452,7 +496,7 @@ class Session:
         if now >= alive.due_at:
             alive.due = True
             # While answers are missing it tries more often, so that it is safe again soon after they are back.
-            period_ms = self.timing.keep_alive_ms
+            period_ms: float = min(self.timing.keep_alive_ms, self.keep_alive_within * 1000)
             if self.jeopardy is not None:
                 period_ms = min(period_ms, max(self.timing.keep_alive_timeout_ms // 2, 50))
             alive.due_at = now + period_ms / 1000
@@ -467,6 +511,13 @@ class Session:
     def stalled(self) -> bool:
         """Whether the oldest unanswered keepalive has had its time."""
         return self.clock() >= self._overdue_at()
+
+    def renew_within(self, seconds: float) -> None:
+        """From now on a keepalive is sent at least this often; infinity: as the ttl asks for."""
+        if seconds < self.keep_alive_within:
+            self._keep_alives.due_at = min(self._keep_alives.due_at, self.clock() + seconds)
+            self.hooks.rearm()
+        self.keep_alive_within = seconds
 
     def in_doubt(self, cause: str) -> None:
         """The connection has a reason to fear for the session."""
@@ -494,6 +545,7 @@ class Session:
         leases, self.leases = list(self.leases.values()), {}
         for lease in leases:
             lease._lose(cause, 0)
+        self.hooks.feed.ended(self)
         pending, self._pending = list(self._pending.values()), {}
         self._outbox.clear()
         for operation in pending:

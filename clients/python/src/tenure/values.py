@@ -84,6 +84,19 @@ class EventKind(Enum):
     RECORD_OWNER_LOST = 23
     RECORD_RESOLVED = 24
     RECORD_FORGOTTEN = 25
+    JOB_APPLIED = 30
+    JOB_DELETED = 31
+    OCCURRENCE_CREATED = 40
+    OCCURRENCE_ENDED = 41
+    OCCURRENCE_MISSED = 42
+    OCCURRENCE_RESOLVED = 43
+    RUN_ASSIGNED = 50
+    RUN_ENDED = 51
+    RUN_INTERRUPTED = 52
+    RUN_INTERRUPT_ACKNOWLEDGED = 53
+    RUN_CHECKPOINTED = 54
+    SWITCH_SET = 60
+    SWITCH_CLEARED = 61
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +116,11 @@ class Event:
     reason: str
     cluster_ms: int
     wall_ms: int
+    # Of jobs: which occurrence (UTC milliseconds), which run, and how many due times (a missed range).
+    due_wall_ms: int = 0
+    sequence: int = 0
+    run_id: str = ""
+    count: int = 0
 
 
 class RecordState(Enum):
@@ -192,6 +210,10 @@ def event(message: watch_pb2.Event) -> Event:
         reason=message.reason,
         cluster_ms=message.cluster_ms,
         wall_ms=message.wall_ms,
+        due_wall_ms=message.due_wall_ms,
+        sequence=message.sequence,
+        run_id=message.run_id,
+        count=message.count,
     )
 
 
