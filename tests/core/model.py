@@ -25,6 +25,7 @@ class Hold:
     token: int
     delay_ms: int
     waiter: str
+    epoch: int
 
 
 @dataclass
@@ -72,6 +73,9 @@ class Model:
         self.sessions: dict[str, ModelSession] = {}
         self.leases: dict[str, ModelLease] = {}
         self.records: dict[str, ModelRecord] = {}
+        # Tokens of an epoch before the last kill are stale; while it is in force, nothing is granted or begun.
+        self.epoch = 0
+        self.killed = False
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
@@ -168,6 +172,8 @@ class Model:
 
     def fill(self, lease: ModelLease) -> None:
         for wait in lease.line():
+            if self.killed:
+                return
             session = self.sessions.get(wait.session)
             alive = session is not None and session.deadline_ms > self.now_ms and wait.deadline_ms > self.now_ms
             holding = any(hold.session == wait.session for hold in lease.holds)
@@ -177,7 +183,7 @@ class Model:
 
     def grant(self, lease: ModelLease, session: str, delay_ms: int, waiter: str) -> int:
         self.token += 1
-        lease.holds.append(Hold(session, self.token, delay_ms, waiter))
+        lease.holds.append(Hold(session, self.token, delay_ms, waiter, self.epoch))
         return self.token
 
     def acquire(
@@ -185,12 +191,17 @@ class Model:
     ) -> Outcome:
         if session not in self.sessions:
             return ("refused", "SESSION_NOT_FOUND")
+        if self.killed:
+            return ("refused", "SWITCHED_OFF")
         lease = self.lease(name, capacity)
         if lease.capacity != capacity:
             return ("refused", "LEASE_CAPACITY_MISMATCH")
         for hold in lease.holds:
-            if hold.session == session:
+            if hold.session == session and hold.epoch == self.epoch:
                 return ("granted", hold.token, True)
+            if hold.session == session:
+                lease.holds.remove(hold)
+                return ("granted", self.grant(lease, session, delay_ms, waiter), False)
         for wait in lease.waits:
             if (wait.session, wait.waiter) == (session, waiter):
                 return ("queued", waiter, wait.deadline_ms)
@@ -233,6 +244,10 @@ class Model:
         hold = self.claimed(name, session, token)
         if isinstance(hold, tuple):
             return hold
+        if self.killed:
+            return ("refused", "SWITCHED_OFF")
+        if hold.epoch < self.epoch:
+            return ("refused", "TOKEN_STALE")
         lease = self.leases[name]
         if to_session not in self.sessions or any(other.session == to_session for other in lease.holds):
             return ("refused", "TRANSFER_TARGET_INVALID")
@@ -246,17 +261,30 @@ class Model:
         self.fill(lease)
         return ("transferred", new)
 
+    # ---- switches -------------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        self.epoch, self.killed = self.epoch + 1, True
+
+    def clear(self) -> None:
+        self.killed = False
+        for name in sorted(self.leases):
+            self.fill(self.leases[name])
+
     # ---- records --------------------------------------------------------------------------------------------------
 
     def fenced(self, fence: tuple[str, int]) -> bool:
         name, token = fence
-        return not name or any(hold.token == token for hold in self.leases.get(name, ModelLease(1)).holds)
+        holds = self.leases.get(name, ModelLease(1)).holds
+        return not name or any(hold.token == token and hold.epoch == self.epoch for hold in holds)
 
     def begin(
         self, key: str, session: str, fingerprint: bytes, loss: str, retention_ms: int, fence: tuple[str, int]
     ) -> Outcome:
         if session not in self.sessions:
             return ("refused", "SESSION_NOT_FOUND")
+        if self.killed:
+            return ("refused", "SWITCHED_OFF")
         if not self.fenced(fence):
             return ("refused", "FENCE_STALE")
         record = self.records.get(key)

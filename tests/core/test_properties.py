@@ -322,6 +322,20 @@ class AgainstModel(RuleBasedStateMachine):
         result = self.apply(command, passing_ms)
         self.expect(command, self.model.resolve(key, attempt, how.name, payload), result)
 
+    # ---- switches ---------------------------------------------------------------------------------------------------
+
+    @rule(passing_ms=PASSING_MS, fleet=st.booleans(), odd=st.integers(0, 4))
+    def kill_or_clear(self, passing_ms: int, fleet: bool, odd: int) -> None:
+        in_force = self.machine.switches_concerning(TENANT)
+        if in_force and odd:
+            for row in in_force:
+                self.apply(c.ClearSwitch(tenant=row.tenant, switch=row.switch, actor="ann", reason="r"), passing_ms)
+            self.model.clear()
+        elif not odd:
+            tenant = "" if fleet else TENANT
+            self.apply(c.SetSwitch(mode=c.SwitchMode.KILL, actor="ann", reason="r", tenant=tenant), passing_ms)
+            self.model.kill()
+
     # ---- repeats, snapshots ------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.log)
@@ -463,6 +477,7 @@ def test_a_crowded_walk(seed: int) -> None:
         lambda: machine.resolve(passing(chance), chance.choice("kl"), 1, chance.choice(list(c.Resolution)), b"r"),
         lambda: machine.repeat_a_request(chance.randrange(len(machine.log))),
         machine.restore_the_shadow,
+        lambda: machine.kill_or_clear(passing(chance), chance.random() < 0.5, chance.randrange(6)),
     ]
     for _ in range(WALK_STEPS):
         if len(machine.model.sessions) < 4:
