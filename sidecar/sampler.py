@@ -40,6 +40,7 @@ class Sampler:
         runtime.metrics.before_scrape.append(self.refresh)
         # Interrupts without an acknowledgement, by run: since when (cluster milliseconds).
         self._interrupts: OrderedDict[str, int] = OrderedDict()
+        self._other_rules = False
         runtime.proposer.subscribe(self.count)
         runtime.metrics.build.info({"version": VERSION})
         runtime.metrics.disk_reserve.set(runtime.settings.disk_reserve_bytes)
@@ -76,6 +77,7 @@ class Sampler:
                 self.check_ready()
             if probes % SKEW_EVERY == 0:
                 self.check_skew()
+                self.check_rules()
             if probes % CERTIFICATES_EVERY == 0:
                 self.check_certificates()
 
@@ -127,6 +129,12 @@ class Sampler:
         self._runtime.metrics.clock_skew.set(worst_ms / 1000)
         if worst_ms > self._runtime.settings.skew_max_ms:
             log.warning("wall clocks differ", offsets_ms=dict(offsets), allowed_ms=self._runtime.settings.skew_max_ms)
+
+    def check_rules(self) -> None:
+        if self._runtime.scheduler.other_rules() != self._other_rules:
+            self._other_rules = not self._other_rules
+            state = self._runtime.proposer.machine.tzdata
+            log.warning("time-zone rules differ" if self._other_rules else "time-zone rules agree", cluster=state)
 
     def count(self, events: Sequence[Event]) -> None:
         """What became of due times and runs; counted by the leader alone."""
@@ -201,3 +209,4 @@ class Sampler:
         leads = self._runtime.node.is_leader()
         metrics.scheduler_running.set(leads and not scheduler.held_reason)
         metrics.schedule_lag.set(scheduler.lag_ms() / 1000)
+        metrics.tzdata_mismatch.set(scheduler.other_rules())

@@ -134,6 +134,7 @@ class Metrics:
         self.kill_epoch = self._gauge("kill_epoch", "kills so far")
         self.scheduler_running = self._gauge("scheduler_running", "1 on the node that fires schedules")
         self.schedule_lag = self._gauge("schedule_lag_seconds", "how late the most overdue schedule is; 0 on followers")
+        self.tzdata_mismatch = self._gauge("tzdata_mismatch", "1 while this node has other zone rules than the cluster")
         self._last_due_s = 0.0
         self.last_due = self._gauge("last_due_time_seconds", "UTC time of the latest due time that was dealt with here")
         self.outcomes = Counter(

@@ -8,9 +8,9 @@ Rules:
 1. Nothing is remembered here that matters. What a job is settled through, and what is due next, is replicated state; a
    settlement that meets another state is passed over. So a new leader goes on where the log ends, and two leaders, a
    repeated proposal or a clock that steps back can neither double a due time nor lose one.
-2. Wall time decides what is due. After a jump of the wall clock, nothing is proposed until the clocks of the peers were
-   measured again; while a majority of the cluster disagrees with this clock, nothing is proposed at all: the duty is
-   handed to a node that is with the majority.
+2. Wall time decides what is due. A new leader, and one whose wall clock has jumped, proposes nothing until the clocks of
+   its peers were measured, or could not be for some seconds; while a majority of the cluster disagrees with this clock,
+   nothing is proposed at all: the duty is handed to a node that is with the majority.
 3. Work is done in slices, so that ten thousand jobs that are due at once delay nobody's heartbeat.
 4. A job whose schedule cannot be computed here (its zone is unknown to this node's tables) holds up no other job: it is
    settled as having no next due time, until it is changed or a leader with other tables computes all anew.
@@ -48,7 +48,10 @@ BREATH_S = 0.002
 # Wall time that moved this much against the monotonic clock has stepped; the peers are asked again for this long.
 STEP_MS = 1_000
 MEASURE_S = 1.0
+# Peers whose clocks are not known are awaited for so long: a connection that broke is made again within a second or two.
+DOUBT_S = 5.0
 NEVER = float("inf")
+MEASURING = "the other nodes' clocks are being measured"
 
 JobKey = tuple[str, str]
 
@@ -78,7 +81,7 @@ class Scheduler:
         self.held_reason = ""  # why nothing is proposed although this node leads; empty: it is
         self._in_flight: set[JobKey] = set()
         self._tzdata_proposed = False
-        self._led = False
+        self._doubt_since_s: float | None = None  # no majority is known to have this node's time
         # Wall minus monotonic time, when last looked at; and until when the peers' clocks are awaited.
         self._drift_ms: int | None = None
         self._measure_until_s = 0.0
@@ -105,13 +108,10 @@ class Scheduler:
         now_s, wall_ms = self._clock.monotonic_s(), self._clock.wall_ms()
         self._watch_clock(now_s, wall_ms)
         if not self._node.is_leader():
-            self._led, self._tzdata_proposed, self.held_reason = False, False, ""
+            self._doubt_since_s, self._tzdata_proposed, self.held_reason = None, False, ""
             self._in_flight.clear()
             self._schedule(now_s + LOOK_S)
             return
-        if not self._led:
-            self._led = True
-            self._measure_until_s = max(self._measure_until_s, now_s)
         self._hold(now_s)
         if self.held_reason:
             self._schedule(now_s + RETRY_S)
@@ -147,19 +147,25 @@ class Scheduler:
         before = self.held_reason
         self.held_reason = self._distrust(now_s)
         if self.held_reason and self.held_reason != before:
-            log.warning("schedules are held back: %s", self.held_reason)
+            level = logging.INFO if self.held_reason == MEASURING else logging.WARNING
+            log.log(level, "schedules are held back: %s", self.held_reason)
         elif before and not self.held_reason:
             log.info("schedules go on")
 
     def _distrust(self, now_s: float) -> str:
         if now_s < self._measure_until_s:
-            return "the wall clock stepped; the other nodes' clocks are being measured"
+            return f"the wall clock stepped; {MEASURING}"
         offsets = dict(self._node.clock_offsets_ms())
         far = {peer: offset_ms for peer, offset_ms in offsets.items() if abs(offset_ms) > self._settings.skew_max_ms}
         quorum = self._settings.nodes // 2 + 1
-        # Those that could not be measured have the benefit of the doubt.
-        if self._settings.nodes - len(far) >= quorum:
+        if 1 + len(offsets) - len(far) >= quorum:
+            self._doubt_since_s = None
             return ""
+        if self._doubt_since_s is None:
+            self._doubt_since_s = now_s
+        if self._settings.nodes - len(far) >= quorum:
+            # Those that cannot be measured have the benefit of the doubt, in the end.
+            return MEASURING if now_s < self._doubt_since_s + DOUBT_S else ""
         self._hand_over(offsets)
         differences = ", ".join(f"{peer} {offset_ms:+d} ms" for peer, offset_ms in sorted(far.items()))
         return f"this node's wall clock differs from most others': {differences}"
@@ -214,12 +220,16 @@ class Scheduler:
 
         self._proposer.submit(SettleDue(settlements=tuple(settlements)), done, timeout_ms=PROPOSE_TIMEOUT_MS)
 
+    def other_rules(self) -> bool:
+        """Whether this node has other time-zone rules than those by which due times are computed."""
+        return self._machine.tzdata not in ("", tzdata_version())
+
     def warnings(self) -> list[str]:
         """What an operator of this node should know of."""
         found = []
-        mine, cluster = tzdata_version(), self._machine.tzdata
-        if cluster and cluster != mine:
-            found.append(f"this node has time-zone rules {mine}, due times are computed by {cluster}")
+        if self.other_rules():
+            rules = f"{tzdata_version()}, due times are computed by {self._machine.tzdata}"
+            found.append(f"this node has time-zone rules {rules}")
         if self.held_reason:
             found.append(f"schedules are held back: {self.held_reason}")
         return found
