@@ -8,7 +8,7 @@ Rules:
 1. Nothing is remembered here that matters. What a job is settled through, and what is due next, is replicated state; a
    settlement that meets another state is passed over. So a new leader goes on where the log ends, and two leaders, a
    repeated proposal or a clock that steps back can neither double a due time nor lose one.
-2. Wall time decides what is due. A new leader, and one whose wall clock has jumped, proposes nothing until the clocks of
+2. Wall time decides what is due. A new leader, or one whose wall clock has jumped, proposes nothing until the clocks of
    its peers were measured, or could not be for some seconds; while a majority of the cluster disagrees with this clock,
    nothing is proposed at all: the duty is handed to a node that is with the majority.
 3. Work is done in slices, so that ten thousand jobs that are due at once delay nobody's heartbeat.
@@ -48,7 +48,7 @@ BREATH_S = 0.002
 # Wall time that moved this much against the monotonic clock has stepped; the peers are asked again for this long.
 STEP_MS = 1_000
 MEASURE_S = 1.0
-# Peers whose clocks are not known are awaited for so long: a connection that broke is made again within a second or two.
+# Peers whose clocks are not known are awaited for so long: a broken connection is made again within a second or two.
 DOUBT_S = 5.0
 NEVER = float("inf")
 MEASURING = "the other nodes' clocks are being measured"
