@@ -361,7 +361,8 @@ class Occurrences:
         ready_ms = now_ms
         start_by_ms = now_ms + spec.starting_deadline_ms
         if origin is Origin.SCHEDULE:
-            late_ms = wall_ms - due_ms
+            # The clock of the leader that stamped it may be behind that of the one that found it due.
+            late_ms = max(0, wall_ms - due_ms)
             ready_ms = max(now_ms, now_ms + jitter(spec, job.tenant, job.name, due_ms, sequence) - late_ms)
             start_by_ms = now_ms + max(0, spec.starting_deadline_ms - late_ms)
         return Occurrence(

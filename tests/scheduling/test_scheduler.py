@@ -155,6 +155,41 @@ def test_a_leader_whose_clock_is_alone_and_who_stays_leader_fires_nothing(
     assert due_times(cluster) == [first_ms]
 
 
+def test_a_new_leader_whose_clock_is_wrong_fires_nothing_before_it_has_measured_the_others(
+    cluster: SchedulingCluster,
+) -> None:
+    cluster.apply("report", every_minute())
+    first_ms = cluster.next_minute()
+    cluster.until_wall(first_ms - 40_000)
+    right, wrong = (
+        cluster.leading(),
+        next(host for host in cluster.scheduling.values() if host is not cluster.leading()),
+    )
+    wrong.clock.wall_ahead_ms = 10 * MINUTE_MS
+    led = []
+    wrong.proposer.on_role_change.append(lambda: led.append(wrong.node is not None and wrong.node.is_leader()))
+    assert right.node is not None
+    right.node.transfer_leadership(wrong.name, lambda error: None)
+    cluster.until_wall(first_ms + 500)
+    assert True in led
+    assert cluster.leading() is not wrong
+    assert due_times(cluster) == [first_ms]
+
+
+def test_a_peer_that_cannot_be_measured_for_long_has_the_benefit_of_the_doubt(cluster: SchedulingCluster) -> None:
+    """Of three nodes one is down and the two others disagree: nobody can tell who is right, and schedules go on."""
+    cluster.apply("report", every_minute())
+    first_ms = cluster.next_minute()
+    cluster.until_wall(first_ms - 40_000)
+    down, far = (host for host in cluster.scheduling.values() if host is not cluster.leading())
+    cluster.crash(down.name)
+    far.clock.wall_ahead_ms = -10 * MINUTE_MS
+    cluster.run(1_000)
+    assert cluster.leading().scheduler.held_reason == scheduler.MEASURING
+    cluster.until_wall(first_ms + 500)
+    assert due_times(cluster) == [first_ms]
+
+
 def test_a_follower_whose_clock_is_wrong_holds_nothing_up(cluster: SchedulingCluster) -> None:
     cluster.apply("report", every_minute())
     follower = next(host for host in cluster.scheduling.values() if host is not cluster.leading())
