@@ -39,6 +39,7 @@ class Faults:
             "full_disk": self._full_disk,
             "wall_step": self._wall_step,
             "wall_nudge": self._wall_nudge,
+            "wall_of_one": self._wall_of_one,
             "wall_step_all": self._wall_step_all,
             "wall_stop": self._wall_stop,
             "drift": self._drift,
@@ -219,6 +220,13 @@ class Faults:
         step_us = self._world.between(-3_000, 3_000) * MILLISECOND
         host.clock.set_wall(host.clock.wall_us() + step_us)
         self._world.note("fault", f"{host.name}'s wall clock is put right by {step_us // MILLISECOND} ms")
+
+    def _wall_of_one(self) -> None:
+        """Always the same machine's: the others' clocks are right."""
+        clock = next(iter(self._world.hosts.values())).clock
+        wrong_s = 0 if self._world.chance(250) else self._world.between(-7_200, 7_200)
+        clock.set_wall(self._world.epoch_us + self._world.now_us + wrong_s * SECOND)
+        self._world.note("fault", f"the first machine's wall clock is wrong by {wrong_s} s")
 
     def _wall_step_all(self) -> None:
         """The whole site slept, or was given another time: mostly a later one."""

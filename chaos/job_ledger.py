@@ -486,7 +486,7 @@ class JobLedger:
     def compare(self, host: str, machine: Machine) -> None:
         """The tables must say what the history said."""
         rows = 0
-        for tenant in dict.fromkeys(tenant for tenant, _, _, _ in self.occurrences):
+        for tenant in dict.fromkeys(tenant for tenant, _ in (*self.jobs, *self._settled_before)):
             for job in machine.jobs_with_history(tenant, "", "", 1_000):
                 for row in machine.occurrences(tenant, job, None, 100_000):
                     rows += 1

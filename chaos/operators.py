@@ -51,11 +51,12 @@ TENANTS = (TENANT, "two")
 MANUAL = Schedule(kind=ScheduleKind.MANUAL)
 _CRONS = ("* * * * *", "*/2 * * * *", "0,30 * * * *", "30 2 * * *", "30 1,2 * * *", "*/7 2 * * *", "0 */2 * * *")
 _ZONES = ("UTC", "America/New_York", "Europe/Berlin", "Australia/Lord_Howe", "Asia/Kolkata")
-_KINDS = ("plain", "once", "recorded", "plain", "batch")
+_KINDS = ("plain", "once", "recorded", "long", "batch", "plain")
 
 
 class SpecMaker:
-    """Draws specifications. How a job is delivered, and whether it has records, goes by its name, and stays."""
+    """Draws specifications. How a job is delivered, how long its work takes, and whether it has records, goes by its
+    name, and stays."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -103,7 +104,7 @@ class SpecMaker:
             overlap=overlap,
             buffer_max=world.between(1, 4),
             concurrent_max=world.between(2, 4) if overlap is Overlap.ALLOW else 1,
-            timeout_ms=world.between(1_000, 2_500),
+            timeout_ms=world.between(3_000, 8_000) if name.startswith("long") else world.between(1_000, 2_500),
             interrupt_grace_ms=world.between(100, 1_500),
             delivery=Delivery.AT_MOST_ONCE if once else Delivery.AT_LEAST_ONCE,
             on_holder_loss=self._one_of(losses),

@@ -308,6 +308,19 @@ PROFILES: dict[str, Profile] = {
         stock=False,
         seconds=(14, 24),
     ),
+    "jobs-wrong-clock": Profile(
+        "scheduled jobs while one machine's wall clock is wrong by hours, and everybody can measure it",
+        replace(
+            _JOBS,
+            faults=(("wall_of_one", 40), ("transfer", 30), ("reset", 10), ("snapshot", 5)),
+            wall_error_max_ms=12_000,
+            switch_weight=2,
+        ),
+        nodes=(3, 3, 5),
+        stock=False,
+        swarm=False,
+        seconds=(14, 24),
+    ),
     "jobs-kill": Profile(
         "scheduled jobs and switches: kills, pauses and drains all the time, with network faults and crashes",
         replace(

@@ -209,8 +209,8 @@ class Simulation:
         population.tidy_up()
         if not self._within(60 * SECOND, population.tidy):
             world.checkers.violation("stuck", "world", "schedules could not be ended within a minute")
-        if not self._within(60 * SECOND, lambda: not ledger.unfinished()):
-            world.checkers.violation("stuck", "world", f"not ended a minute later: {ledger.unfinished()[:5]}")
+        if not self._within(150 * SECOND, lambda: not ledger.unfinished()):
+            world.checkers.violation("stuck", "world", f"not ended 150 s later: {ledger.unfinished()[:5]}")
         population.leave()
 
     def _within(self, longest_us: int, true: Callable[[], bool]) -> bool:

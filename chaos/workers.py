@@ -406,8 +406,9 @@ class Worker(Agent):
         world, effects = self._world, self._book.effects
         if not self._may_act(work) or not effects.open(work.run.run_id):
             return False
+        longest_us = (2_500 if work.run.job.startswith("long") else 500) * MILLISECOND
         for part in range(int(work.run.checkpoint or b"0"), PARTS):
-            yield self._pause(work, world.between(10 * MILLISECOND, 500 * MILLISECOND))
+            yield self._pause(work, world.between(10 * MILLISECOND, longest_us))
             if world.chance(40) and not world.calm:
                 world.reach("run hangs")
                 yield self._pause(work, 60 * SECOND)
