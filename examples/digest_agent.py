@@ -30,7 +30,7 @@ class Agent:
         self.options, self.history = options, history
         self.name = f"{options.name}/{os.getpid()}"
         self.ledger = Ledger(options.ledger)
-        self.documents = sorted(options.inbox.glob("*.txt"))
+        self.documents: list[Path] = sorted(options.inbox.glob("*.txt"))
 
     async def digest(self, run: tenure.Run) -> dict[str, object]:
         """Write the digest of one document, the one whose turn it is at this due time, to the ledger."""
