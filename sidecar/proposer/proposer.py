@@ -201,6 +201,8 @@ class Proposer:
         self._restored = False
         self._subscribers: dict[int, tuple[Subscriber, Callable[[], None] | None]] = {}
         self._subscriptions = 0
+        # The wall time that a leader stamps; who knows the others' clocks may put a better one in its place.
+        self.wall_ms: Callable[[], int] = clock.wall_ms
         # Called when this node begins or ceases to lead, or learns of another leader.
         self.on_role_change: list[Callable[[], None]] = []
         # The role of this node.
@@ -580,7 +582,7 @@ class Proposer:
         self._observer.batch_proposed(len(items), size)
         if self._queue:
             self._wake()
-        return encode_batch(Stamp(now_ms, self._clock.wall_ms()), items)
+        return encode_batch(Stamp(now_ms, self.wall_ms()), items)
 
     def _fill_batch(self, now_ms: int) -> tuple[list[bytes], int]:
         items: list[bytes] = []

@@ -90,9 +90,20 @@ class Scheduler:
     def attach(self, schedule: Callable[[float], None]) -> None:
         """``schedule(when_s)`` promises ``poll`` at that monotonic time; a later call takes the place of an earlier."""
         self._schedule = schedule
+        self._proposer.wall_ms = self.wall_ms
         self._proposer.subscribe(self._events, self._look_now)
         self._proposer.on_role_change.append(self._look_now)
         self._look_now()
+
+    def wall_ms(self) -> int:
+        """What this leader stamps: its own wall time, unless a majority is known to have another. Then it is that of the
+        node in the middle, so that a job which is created meanwhile does not begin hours from now."""
+        offsets = dict(self._node.clock_offsets_ms())
+        alone = self._settings.nodes - len(self._far(offsets)) < self._settings.nodes // 2 + 1
+        return self._clock.wall_ms() + (statistics.median_low([0, *offsets.values()]) if alone else 0)
+
+    def _far(self, offsets: dict[str, int]) -> dict[str, int]:
+        return {peer: offset_ms for peer, offset_ms in offsets.items() if abs(offset_ms) > self._settings.skew_max_ms}
 
     def lag_ms(self) -> int:
         """How late the most overdue schedule is; 0 when none is, or this node does not lead."""
@@ -156,7 +167,7 @@ class Scheduler:
         if now_s < self._measure_until_s:
             return f"the wall clock stepped; {MEASURING}"
         offsets = dict(self._node.clock_offsets_ms())
-        far = {peer: offset_ms for peer, offset_ms in offsets.items() if abs(offset_ms) > self._settings.skew_max_ms}
+        far = self._far(offsets)
         quorum = self._settings.nodes // 2 + 1
         if 1 + len(offsets) - len(far) >= quorum:
             self._doubt_since_s = None

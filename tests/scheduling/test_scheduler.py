@@ -167,7 +167,7 @@ def test_a_new_leader_whose_clock_is_wrong_fires_nothing_before_it_has_measured_
     cluster.run(2_000)  # that it stepped is long past
     assert right.node is not None and wrong.node is not None
     with monkeypatch.context() as before_the_first_answers:
-        before_the_first_answers.setattr(wrong.node, "clock_offsets_ms", lambda: [])
+        before_the_first_answers.setattr(wrong.node, "clock_offsets_ms", list)
         right.node.transfer_leadership(wrong.name, lambda error: None)
         cluster.run(1_000)
         assert cluster.leading() is wrong
@@ -274,3 +274,17 @@ def test_a_schedule_that_cannot_be_computed_holds_up_no_other_job(cluster: Sched
     cluster.apply("lost", every_minute())
     cluster.until_wall(first_ms + MINUTE_MS + 500)
     assert due_times(cluster, "lost") == [first_ms + MINUTE_MS]
+
+
+def test_a_job_that_is_created_while_a_wrong_clock_leads_begins_now(
+    cluster: SchedulingCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.run(500)
+    wrong = cluster.leading()
+    assert wrong.node is not None
+    monkeypatch.setattr(wrong.node, "transfer_leadership", lambda to, done: None)
+    wrong.clock.wall_ahead_ms = 600 * MINUTE_MS
+    cluster.run(1_000)
+    cluster.apply("report", every_minute())
+    assert cluster.leading() is wrong
+    assert abs(wrong.job("report").settled_ms - cluster.clock.wall_ms()) < 1_000
