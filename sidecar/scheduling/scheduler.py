@@ -96,7 +96,7 @@ class Scheduler:
         self._look_now()
 
     def wall_ms(self) -> int:
-        """What this leader stamps: its own wall time, unless a majority is known to have another. Then it is that of the
+        """What this leader stamps: its own wall time, unless a majority is known to have another; then that of the
         node in the middle, so that a job which is created meanwhile does not begin hours from now."""
         offsets = dict(self._node.clock_offsets_ms())
         alone = self._settings.nodes - len(self._far(offsets)) < self._settings.nodes // 2 + 1
