@@ -50,6 +50,17 @@ OTHER_VARIABLES = frozenset(
         "TLS_KEY",
         "AGENT",
         "LOG",
+        # Of a program that works for a job.
+        "RUN_ID",
+        "JOB",
+        "DUE",
+        "DUE_MS",
+        "ATTEMPT",
+        "IDEMPOTENCY_KEY",
+        "DEADLINE_MS",
+        "TRACEPARENT",
+        "CHECKPOINT_FILE",
+        "RESULT_FILE",
     )
 )
 # What Kubernetes adds to every container when a service is called "tenure" or "tenure-...".

@@ -34,7 +34,8 @@ VARIABLES = frozenset(
     f"TENURE_{name}"
     for name in (
         "ADDRESS", "TENANT", "ACTOR", "TLS_CA", "TLS_CERT", "TLS_KEY", "LEASE", "FENCING_TOKEN", "AGENT", "LOG",
-        "CONFIG",
+        "CONFIG", "RUN_ID", "JOB", "DUE", "DUE_MS", "ATTEMPT", "IDEMPOTENCY_KEY", "DEADLINE_MS", "TRACEPARENT",
+        "CHECKPOINT_FILE", "RESULT_FILE",
     )
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,8 +20,12 @@ from sidecar.cli.failures import USAGE, CliError
 from sidecar.cli.lock import CONNECT_S, find
 from sidecar.cli.run_process import Ended, Receipt, RunProcess
 
+if TYPE_CHECKING:
+    import tenure
+
 # SIGKILL goes out this long before the grace is over, or this part of it, so that the end can be acknowledged in time.
 ACKNOWLEDGE_S, ACKNOWLEDGE_SHARE = 1.0, 0.25
+OWN_GRACE_S = 5.0
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 HELP = """Work for scheduled jobs with any command: each run starts it once.
@@ -70,7 +74,7 @@ async def worker(
     import tenure
 
     with target.telling(target.address, CONNECT_S):
-        client: Any = await tenure.connect(
+        client = await tenure.connect(
             target.address, tenant=tenant, credentials=target.credentials(), version=version, labels=labels,
             agent=(agent or f"worker {command[0]}")[:128], ttl_ms=round(ttl * 1_000), timeout=target.timeout,
             connect_timeout=CONNECT_S,
@@ -89,17 +93,18 @@ class Serving:
     def __init__(self, target: Target, program: str, arguments: list[str]) -> None:
         self._target, self._program, self._arguments = target, program, arguments
 
-    async def run(self, run: Any) -> bytes:
+    async def run(self, run: tenure.Run) -> bytes:
         """The handler of a run: its result, or the error that says whether another attempt helps."""
         import tenure
 
-        errors: Any = tenure
         receipt = receipt_of(run)
-        async with RunProcess(self._program, self._arguments, receipt, lambda: float(run.safe_until)) as process:
+        async with RunProcess(self._program, self._arguments, receipt, lambda: run.session_safe_until) as process:
             try:
                 ended = await process.ended()
             except asyncio.CancelledError:
-                left_s = max(0.0, min(run.remaining(), run.safe_until - tenure.now()))
+                # Cancelled by our own clock: the sidecar's interrupt, which says the grace, is yet to come.
+                grace_s = run.remaining() if run.interrupted_by_sidecar else max(run.remaining(), OWN_GRACE_S)
+                left_s = max(0.0, min(grace_s, run.session_safe_until - tenure.now()))
                 await process.stop(left_s - min(ACKNOWLEDGE_S, left_s * ACKNOWLEDGE_SHARE))
                 raise
         self._say(receipt, ended)
@@ -108,13 +113,13 @@ class Serving:
         if ended.state is not None:
             with contextlib.suppress(tenure.TenureError):  # then the next attempt begins where this one did
                 await run.checkpoint(ended.state)
-        raise (errors.Retry if ended.retryable else errors.Permanent)(ended.error)
+        raise (tenure.Retry if ended.retryable else tenure.Permanent)(ended.error)
 
     def _say(self, receipt: Receipt, ended: Ended) -> None:
         for words in filter(None, (ended.remark, ended.error.partition("\n")[0])):
             self._target.say(f"tenure worker: {receipt.job} {receipt.run_id}: {words}")
 
-    async def until_stopped(self, client: Any, slots: int, wait_s: float) -> None:
+    async def until_stopped(self, client: tenure.Client, slots: int, wait_s: float) -> None:
         """Serves until a signal comes; then until the runs have ended, the time is up, or a second signal comes."""
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         working = loop.create_task(client.work(slots=slots, stop=stop, finish_timeout=wait_s))
@@ -132,7 +137,7 @@ class Serving:
             await working
 
 
-def receipt_of(run: Any) -> Receipt:
+def receipt_of(run: tenure.Run) -> Receipt:
     return Receipt(
         tenant=run.tenant, job=run.job, run_id=run.run_id, due_wall_ms=run.due_wall_ms, sequence=run.sequence,
         attempt=run.attempt, token=run.token, idempotency_key=run.idempotency_key,

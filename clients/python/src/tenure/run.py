@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import threading
 from collections.abc import Callable
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Permanent", "Retry", "Run", "SyncRun"]
 
 CHECKPOINT_BYTES_MAX = 16_384
+# A thread that waits for the client's loop gives it so much longer than the call may take.
+LOOP_SLACK = 5.0
 
 
 class Retry(Exception):
@@ -55,11 +58,9 @@ def encoded(value: object, what: str) -> bytes:
         return b""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
-    if isinstance(value, str):
-        return value.encode()
     try:
-        return JsonSerializer().dumps(value)
-    except (TypeError, ValueError) as error:
+        return value.encode() if isinstance(value, str) else JsonSerializer().dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"the {what} can be bytes, text, None, or what JSON can say: {error}") from error
 
 
@@ -185,6 +186,12 @@ class Run:
         return min(own, self._session.validity.safe_until)
 
     @property
+    def session_safe_until(self) -> float:
+        """Until when its session lives for certain, on ``tenure.now()``: so long nobody else is given the occurrence,
+        also beyond the deadline, when the interrupt is worked on."""
+        return self._session.validity.safe_until
+
+    @property
     def valid(self) -> bool:
         """Whether the handler may act. Checks the clock, so it is right even if the event loop was blocked."""
         return (
@@ -193,7 +200,7 @@ class Run:
             and self._connection.owner.here
             and self._session.valid
             and self._session.clock() < self._deadline
-            and not self._connection.switches_stale(self._session)
+            and not self._connection.switches.stops()
         )
 
     def remaining(self) -> float:
@@ -209,7 +216,7 @@ class Run:
     def raise_if_cancelled(self) -> None:
         """Raises RunEnded when the handler has lost its right to act."""
         if not self.valid:
-            cause = self.interrupt_cause or self._session.ended or "it is over"
+            cause = self.interrupt_cause or self._session.ended or "its time is over"
             raise errors.RunEnded(f"run {self.run_id} of {self.job} must end: {cause}", reason="RUN_INTERRUPTED")
 
     # ---- acts --------------------------------------------------------------------------------------------------
@@ -224,6 +231,9 @@ class Run:
 
         Raises RunEnded when the run is over, somebody else's, or interrupted; InvalidArgument for a state too large.
         """
+        self._connection.owner.check()
+        if self._over:
+            raise errors.RunEnded(f"run {self.run_id} of {self.job} has ended", reason="RUN_NOT_FOUND")
         data = encoded(state, "state")
         if len(data) > CHECKPOINT_BYTES_MAX:
             message = f"the state has {len(data)} bytes; at most {CHECKPOINT_BYTES_MAX} are stored"
@@ -257,26 +267,47 @@ class Run:
             if self._stop is not None:
                 self._stop()
 
+    @property
+    def _grace_over(self) -> bool:
+        return self._grace_until is not None and self._session.clock() >= self._grace_until
+
     def _end(self) -> None:
         self._over = True
 
 
-class SyncRun:
+class SyncRun(Run):
     """A run, for a handler that is an ordinary function: it runs in a thread, and looks at ``cancelled`` by itself."""
 
-    def __init__(self, run: Run, loop: asyncio.AbstractEventLoop) -> None:
-        self._run, self._loop = run, loop
+    _loop: asyncio.AbstractEventLoop
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run, name)
+    @classmethod
+    def of(cls, run: Run, loop: asyncio.AbstractEventLoop) -> SyncRun:
+        """The same run: one state, seen from a thread."""
+        seen = cls.__new__(cls)
+        seen.__dict__ = run.__dict__
+        seen._loop = loop
+        return seen
 
-    def checkpoint(self, state: object, *, timeout: float | None = None) -> None:
+    def checkpoint(self, state: object, *, timeout: float | None = None) -> None:  # type: ignore[override]
         """See `Run.checkpoint`; waits for it."""
-        asyncio.run_coroutine_threadsafe(self._run.checkpoint(state, timeout=timeout), self._loop).result()
+        self._connection.owner.check()  # in a forked child, the loop does not run
+        storing = Run.checkpoint(self, state, timeout=timeout)
+        seconds = self._connection.options.timeout if timeout is None else timeout
+        try:
+            outcome = asyncio.run_coroutine_threadsafe(storing, self._loop)
+        except RuntimeError:  # the loop is closed
+            storing.close()
+            raise errors.RunEnded(f"run {self.run_id}: the client is closed", reason="CLIENT_CLOSED") from None
+        try:
+            outcome.result(seconds + LOOP_SLACK)
+        except concurrent.futures.TimeoutError as error:
+            if outcome.done():
+                raise  # the call's own
+            message = f"run {self.run_id}: the client did not store the state within {seconds:g} s"
+            raise errors.OperationTimeout(message, reason="CLIENT_TIMEOUT") from error
+        except concurrent.futures.CancelledError:
+            raise errors.RunEnded(f"run {self.run_id}: the client is closed", reason="CLIENT_CLOSED") from None
 
     def wait_cancelled(self, seconds: float) -> bool:
         """Sleeps, but no longer than the handler may go on. Returns whether it must end."""
-        return self._run._cancelled.wait(seconds)
-
-    def __repr__(self) -> str:
-        return repr(self._run)
+        return self._cancelled.wait(seconds)
