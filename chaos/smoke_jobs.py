@@ -24,10 +24,9 @@ from tenure.v1 import job_pb2
 from chaos import smoke as base
 from chaos.smoke import EXAMPLES, FINISH_DEADLINE_S, START_DEADLINE_S, STEP_DEADLINE_S, Outcome, Step
 from sidecar.dev.cluster import Pace, Program, agent_of
+from sidecar.dev.job_checker import UNFINISHED, Plan, check
 from sidecar.dev.job_checker import Outcome as JobOutcome
-from sidecar.dev.job_checker import Plan, check
 from sidecar.dev.jobs import TENANT
-from sidecar.dev.observer import Observed
 from sidecar.dev.run import Options, Running
 
 NAME = "agent-scheduled-job-leader-election-smoke"
@@ -66,17 +65,17 @@ class JobSteps(base.Steps):
         self.end_ms = now_ms() + AHEAD_MS
         await self.apply()
 
-        def over(seen: Observed) -> bool:
-            job = seen.work.jobs.get(self.job)
-            idle = job is not None and not job.pending and not job.running and job.next_due_wall_ms == 0
-            return idle and now_ms() > self.end_ms + self.every_ms and not self.unfinished(seen)
+        await self.until("the end of the schedule", lambda _: now_ms() > self.end_ms)
+        deadline = time.monotonic() + FINISH_DEADLINE_S
+        while time.monotonic() < deadline:  # what is open after that, the checker reports
+            found = await self.read_stories(self.plan().due_ms)
+            if all(each and not any(outcome.state in UNFINISHED for outcome in each) for each in found.values()):
+                return
+            await asyncio.sleep(base.POLL_S)
 
-        await self.until("the end of all that is due", over, FINISH_DEADLINE_S)
-
-    def unfinished(self, seen: Observed) -> bool:
-        """Whether the ledger has something open. (What is between two attempts is neither pending nor running.)"""
-        del seen
-        return not all(self.audit.finished_flags().values())
+    def plan(self) -> Plan:
+        """What must have happened."""
+        raise NotImplementedError
 
     async def apply(self) -> None:
         spec = self.spec()
@@ -100,7 +99,8 @@ class JobSteps(base.Steps):
             self.stories[due_ms] = list((await jobs.explain(self.job, due_ms)).occurrences)
         return {due_ms: [outcome_of(each) for each in found] for due_ms, found in self.stories.items()}
 
-    async def judge(self, outcome: Outcome, plan: Plan) -> None:
+    async def judge(self, outcome: Outcome) -> None:
+        plan = self.plan()
         report = check(plan, self.audit, await self.read_stories(plan.due_ms))
         outcome.report = report
         states = ", ".join(f"{count} {state.lower()}" for state, count in sorted(report.states.items()))
@@ -143,7 +143,10 @@ class Steps(JobSteps):
         await self.do(outcome, self.acts, BETWEEN)
         await self.close_schedule()
         await self.dev.cluster.stop_agents()
-        await self.judge(outcome, Plan(JOB, EVERY_MS, self.start_ms, self.end_ms))
+        await self.judge(outcome)
+
+    def plan(self) -> Plan:
+        return Plan(JOB, EVERY_MS, self.start_ms, self.end_ms)
 
     async def kill_holder(self) -> Step:
         """Kill the agent at work when it has written a part. One that just got to its end is followed by another."""

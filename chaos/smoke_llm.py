@@ -176,8 +176,11 @@ class Steps(JobSteps):
             raise base.StepFailed(f"{failed}\nopen: {self.open()}") from failed
         finally:
             await self.model.stop(1.0)
-        await self.judge(outcome, Plan(JOB, EVERY_MS, self.start_ms, self.end_ms, self.kills, exclusive=False))
+        await self.judge(outcome)
         self.judge_requests(outcome)
+
+    def plan(self) -> Plan:
+        return Plan(JOB, EVERY_MS, self.start_ms, self.end_ms, self.kills, exclusive=False)
 
     def judge_requests(self, outcome: Outcome) -> None:
         requests = self.requests()
