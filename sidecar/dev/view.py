@@ -97,8 +97,10 @@ def jobs_lines(facts: dict[str, Any]) -> int:
 
 def jobs(facts: dict[str, Any]) -> RenderableType:
     table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
-    for heading in ("job", "due", "now", "last, newest first", "ok", "failed", "other"):
-        table.add_column(heading, no_wrap=True, justify="right" if heading in ("ok", "failed", "other") else "left")
+    for heading, share in (("job", 4), ("due", 2), ("now", 5), ("last, newest first", 6)):
+        table.add_column(heading, no_wrap=True, ratio=share)
+    for heading in ("ok", "failed", "other"):
+        table.add_column(heading, no_wrap=True, justify="right", min_width=6)
     for job in facts["jobs"][:JOBS_MAX]:
         totals = job["totals"]
         other = sum(count for outcome, count in totals.items() if outcome not in ("succeeded", "failed"))
@@ -179,7 +181,9 @@ def count(name: str, value: int) -> str:
 
 
 def events(seen: Observed, lines: int) -> Text:
-    return Text("\n".join(event_line(event) for event in list(seen.events)[-lines:]), no_wrap=True, overflow="ellipsis")
+    """The last ones; checkpoints are too many to be news."""
+    news = [event for event in seen.events if event.kind != watch_pb2.EVENT_KIND_RUN_CHECKPOINTED]
+    return Text("\n".join(map(event_line, news[-lines:])), no_wrap=True, overflow="ellipsis")
 
 
 def notes(seen: Observed, lines: int) -> Text:
