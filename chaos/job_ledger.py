@@ -8,7 +8,7 @@ is in exactly one occurrence or missed range), ``fired-early``, ``stalled`` (liv
 Occurrences: ``created-twice``, ``outcome-changed``, ``ran-after-end``, ``ended-while-running``, ``history`` (the tables
 say something else), ``stuck`` (liveness).
 Runs: ``overlap``, ``run-token``, ``start-rate``, ``late-start``, ``attempts``, ``shadow-run``, ``wrong-worker``,
-``checkpoint``; by belief: ``two-runs``.
+``run-of-the-dead`` (its session has ended), ``checkpoint``; by belief: ``two-runs``.
 Switches: ``started-while-off``, ``pending-while-off``, ``not-interrupted``, ``acted-after-kill``.
 Effects: ``effect-twice``, ``effect-never``, ``effect-partial``.
 """
@@ -126,6 +126,7 @@ class JobLedger:
         self._open: dict[OccurrenceKey, None] = {}
         self._live_runs: dict[str, None] = {}
         self._in_force: dict[str, SwitchInForce] = {}
+        self._ended_sessions: dict[str, None] = {}
         self._serving: dict[str, tuple[tuple[str, ...], int]] = {}
         self._labels: dict[str, tuple[tuple[str, str], ...]] = {}
         self._starts: deque[int] = deque()
@@ -164,6 +165,8 @@ class JobLedger:
             elif event.kind is Kind.SWITCH_CLEARED:
                 self._in_force.pop(event.subject, None)
                 self.reach(f"switch {event.cause}")
+            elif event.kind in (Kind.SESSION_EXPIRED, Kind.SESSION_CLOSED):
+                self._ended_sessions[event.session] = None
             elif event.kind in _HANDLERS:
                 _HANDLERS[event.kind](self, host, event)
         if isinstance(command, SettleDue):
@@ -416,6 +419,9 @@ class JobLedger:
 
     def _between_items(self, host: str) -> None:
         """What must be true after each request."""
+        for run in self._live_runs:
+            if self.runs[run].session in self._ended_sessions:
+                self.violation("run-of-the-dead", host, f"{run} of {self.runs[run].session}, which has ended")
         for key in self._open:
             row = self.occurrences[key]
             mode = self._effective(key[:2])
@@ -437,6 +443,14 @@ class JobLedger:
         return run.interrupted_us + STALENESS_US + grace_us + drift_us + _SLACK_US
 
     # ---- what agents believe -------------------------------------------------------------------------------------
+
+    def knows(self, agent: str, run: str, token: int) -> bool:
+        """What an agent is given must be in the history."""
+        known = self.runs.get(run)
+        if known is None or known.token != token:
+            self.violation("wrong-answer", agent, f"{run} with token {token} is no run of the history")
+            return False
+        return True
 
     def believe(self, key: JobKey, run: str, belief: RunBelief) -> None:
         """From now on this agent works for the job. Nobody else does, unless the job allows it, or the cluster gave up

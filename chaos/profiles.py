@@ -326,6 +326,7 @@ PROFILES: dict[str, Profile] = {
         replace(
             _JOBS,
             faults=(*NET_FAULTS, ("kill", 20), ("power", 8), ("transfer", 10), ("snapshot", 10)),
+            fault_us=(50 * MILLISECOND, 5 * SECOND),
             switch_weight=30,
             agents=2,
         ),

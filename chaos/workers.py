@@ -21,7 +21,7 @@ from tenure.v1 import job_pb2, session_pb2
 from chaos.agents import Agent, Ask, SessionOver, Step, Wait
 from chaos.core import CoreProcess
 from chaos.job_ledger import PARTS, STALENESS_US, JobKey, JobLedger, RunBelief
-from chaos.world import MILLISECOND, SECOND, World
+from chaos.world import MILLISECOND, SECOND, Host, World
 from sidecar.core.commands import (
     AcknowledgeInterrupt,
     AttachSession,
@@ -115,8 +115,11 @@ class Work:
 
 class Worker(Agent):
     def __init__(self, world: World, name: str, tenant: str, jobs: tuple[str, ...], ledger: JobLedger) -> None:
+        self._own_sidecar: Host | None = None
         super().__init__(world, name, tenant)
         self._jobs, self._book = jobs, ledger
+        # Has one sidecar, in its own pod; the others know the addresses of all.
+        self._own_sidecar = self._home if world.chance(500) else None
         self._labels = (("cohort", "new" if world.chance(300) else "old"),)
         self._work: dict[str, Work] = {}
         self._finished: dict[str, None] = {}  # runs that are over for this agent
@@ -170,7 +173,7 @@ class Worker(Agent):
         yield from self._call(CloseSession(tenant=self._tenant, session=session))
 
     def _open(self) -> Step:
-        self._ttl_ms = self._world.between(900, 4_000)
+        self._ttl_ms = self._world.between(900, 6_000)
         connection = self._new_name("stream")
         sent_us = self._clock.monotonic_us()
         self._connection = ""  # the request is named as a unary one
@@ -295,6 +298,13 @@ class Worker(Agent):
             if run.interrupted:
                 self._interrupted(run.run_id, run.interrupt_cause, run.remaining_ms)
 
+    def _any_host(self) -> Host:
+        return self._own_sidecar or super()._any_host()
+
+    def _leave_home(self) -> None:
+        if self._own_sidecar is None:
+            super()._leave_home()
+
     def _try_another_home(self) -> None:
         self._leave_home()
 
@@ -347,6 +357,8 @@ class Worker(Agent):
 
     def _start_work(self, run: job_pb2.Run, *, claimed: bool = False) -> None:
         if run.run_id in self._work or run.run_id in self._finished or not self._alive() or not self._is_fresh():
+            return
+        if not self._book.knows(self.name, run.run_id, run.token):
             return
         work = self._work[run.run_id] = Work(run, claimed, deaf=self._world.chance(250))
         self._book.told_checkpoint(self.name, run.run_id, run.checkpoint)
