@@ -2,6 +2,7 @@
 
 For what a real sidecar does only by accident: accepting bytes and never answering, losing answers, breaking streams at
 a chosen moment. It keeps leases and records in dictionaries and renews no deadline: sessions end when a test says so.
+Runs are given, interrupted and lost when a test says so, too, and no switch is in force but those that it sets.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from tenure.v1 import dedup_pb2, error_pb2, lease_pb2, session_pb2
+from tenure.v1 import dedup_pb2, error_pb2, job_pb2, lease_pb2, session_pb2, switch_pb2
 
 from tests.waiting import eventually
 
@@ -63,7 +64,14 @@ class Double:
         self.attaches: list[session_pb2.Attach] = []
         self.received: list[session_pb2.ConnectRequest] = []
         self.closed_sessions: list[str] = []
-        # Switches.
+        self.runs: dict[str, job_pb2.Run] = {}
+        self.in_short: set[str] = set()  # runs that an attach only names
+        self.served: list[tuple[str, tuple[str, ...], int]] = []  # session, jobs, slots
+        self.reports: list[tuple[str, Any]] = []  # complete, fail or acknowledge; the request
+        self.switches: session_pb2.SwitchesChanged | None = session_pb2.SwitchesChanged()
+        self.jobs: dict[str, job_pb2.JobSpec] = {}
+        self.with_attached: list[session_pb2.Push] = []  # in the same message as the answer to an attach
+        # How it misbehaves.
         self.mute = False  # reads everything, answers nothing
         self.acknowledge = True
         self.drop_answers = False  # does what it is told, and loses the answer
@@ -130,11 +138,17 @@ class Double:
             if lease.session_id == session.session_id
         ]
         attached = session_pb2.Attached(
-            session=shown, node_id="double", resumed=bool(first.attach.session_id), held=held, held_complete=True
+            session=shown,
+            node_id="double",
+            resumed=bool(first.attach.session_id),
+            held=held,
+            held_complete=True,
+            runs=self._runs_of(session),
+            switches=self.switches,
         )
         reader = asyncio.create_task(self._read(session, link, request_iterator))
         try:
-            yield session_pb2.ConnectResponse(attached=attached)
+            yield session_pb2.ConnectResponse(attached=attached, pushes=self.with_attached)
             while (message := await link.outbox.get()) is not None:
                 yield message
             await context.abort(grpc.StatusCode.UNAVAILABLE, "broken on request")
@@ -316,6 +330,8 @@ class Double:
             stream.outbox.put_nowait(None)
 
     def end_session(self, session_id: str) -> None:
+        for run_id in [run.run_id for run in self.runs.values() if run.session_id == session_id]:
+            del self.runs[run_id]
         if self.sessions.pop(session_id, None) is not None:
             self.closed_sessions.append(session_id)
         for name in [name for name, held in self.leases.items() if held.session_id == session_id]:
@@ -327,11 +343,123 @@ class Double:
         self.end_session(request.session_id)
         return session_pb2.CloseSessionResponse()
 
+    # ---- runs --------------------------------------------------------------------------------------------------
+
+    def _runs_of(self, session: Session) -> list[job_pb2.Run]:
+        own = [run for run in self.runs.values() if run.session_id == session.session_id]
+        return [job_pb2.Run(run_id=run.run_id, token=run.token) if run.run_id in self.in_short else run for run in own]
+
+    def _serve_jobs(self, session: Session, number: int, request: job_pb2.ServeJobsRequest) -> Any:
+        self.served.append((session.session_id, tuple(request.jobs), request.slots))
+        return job_pb2.ServeJobsResponse()
+
+    def _apply_jobs(self, session: Session, number: int, request: job_pb2.ApplyJobsRequest) -> Any:
+        (wanted,) = request.jobs
+        known = self.jobs.get(wanted.name)
+        if wanted.HasField("expected_revision") and known is not None:
+            return refusal(grpc.StatusCode.FAILED_PRECONDITION, "JOB_REVISION_MISMATCH", job=wanted.name)
+        change = job_pb2.JOB_CHANGE_CREATED if known is None else job_pb2.JOB_CHANGE_CHANGED
+        if known == wanted.spec:
+            change = job_pb2.JOB_CHANGE_UNCHANGED
+        if not request.dry_run:
+            self.jobs[wanted.name] = wanted.spec
+        return job_pb2.ApplyJobsResponse(jobs=[job_pb2.AppliedJob(name=wanted.name, change=change, revision=1)])
+
+    def _checkpoint_run(self, session: Session, number: int, request: job_pb2.CheckpointRunRequest) -> Any:
+        run = self.runs.get(request.run_id)
+        if run is None or run.token != request.token:
+            return refusal(grpc.StatusCode.FAILED_PRECONDITION, "RUN_STALE")
+        if run.interrupted:
+            return refusal(grpc.StatusCode.FAILED_PRECONDITION, "RUN_INTERRUPTED")
+        run.checkpoint = request.state
+        return job_pb2.CheckpointRunResponse()
+
+    def _complete_run(self, session: Session, number: int, request: job_pb2.CompleteRunRequest) -> Any:
+        return self._report("complete", session, request, job_pb2.CompleteRunResponse())
+
+    def _fail_run(self, session: Session, number: int, request: job_pb2.FailRunRequest) -> Any:
+        return self._report("fail", session, request, job_pb2.FailRunResponse())
+
+    def _acknowledge_interrupt(
+        self, session: Session, number: int, request: job_pb2.AcknowledgeInterruptRequest
+    ) -> Any:
+        return self._report("acknowledge", session, request, job_pb2.AcknowledgeInterruptResponse())
+
+    def _report(self, what: str, session: Session, request: Any, response: Any) -> Any:
+        run = self.runs.get(request.run_id)
+        if run is None:
+            return refusal(grpc.StatusCode.NOT_FOUND, "RUN_NOT_FOUND")
+        if run.token != request.token or run.session_id != session.session_id:
+            return refusal(grpc.StatusCode.FAILED_PRECONDITION, "RUN_STALE")
+        self.reports.append((what, request))
+        del self.runs[request.run_id]
+        return response
+
     # ---- for tests ---------------------------------------------------------------------------------------------
 
     def operations(self, body: str) -> list[session_pb2.Operation]:
         """Every operation of one sort that has arrived, repeats included."""
         return [each for message in self.received for each in message.operations if each.HasField(body)]  # type: ignore[arg-type]
+
+    def tell(self, session_id: str, **kind: Any) -> None:
+        """A push to one session, if it has a stream."""
+        stream = self.sessions[session_id].stream
+        if stream is not None:
+            stream.outbox.put_nowait(session_pb2.ConnectResponse(pushes=[session_pb2.Push(**kind)]))
+
+    def assign(self, session_id: str, job: str = "digest", *, push: bool = True, **fields: Any) -> job_pb2.Run:
+        self.last_token += 1
+        values: dict[str, Any] = {
+            "run_id": f"r{self.last_token}", "tenant": "default", "job": job, "session_id": session_id,
+            "token": self.last_token, "attempt": 1, "due_wall_ms": 1_700_000_000_000, "remaining_ms": 3_600_000,
+            "idempotency_key": f"job/{job}/1700000000000", **fields,
+        }  # fmt: skip
+        run = self.runs[values["run_id"]] = job_pb2.Run(**values)
+        if push:
+            self.tell(session_id, run_assigned=session_pb2.RunAssigned(run=run))
+        return run
+
+    def interrupt(self, run: job_pb2.Run, cause: str = "killed", grace_ms: int = 10_000) -> None:
+        run.interrupted, run.interrupt_cause = True, cause
+        message = session_pb2.RunInterrupted(
+            run_id=run.run_id, cause=cause, reason="test", grace_ms=grace_ms, switch_id="k1"
+        )
+        self.tell(run.session_id, run_interrupted=message)
+
+    def lose(self, run: job_pb2.Run, cause: str = "timeout") -> None:
+        """The run is over in the cluster, without an answer of its holder."""
+        del self.runs[run.run_id]
+        self.tell(run.session_id, run_lost=session_pb2.RunLost(run_id=run.run_id, cause=cause))
+
+    def switch(self, mode: int = switch_pb2.SWITCH_MODE_KILL, job: str = "") -> None:
+        """One more is in force, of the tenant or of a job."""
+        assert self.switches is not None
+        scope = switch_pb2.SWITCH_SCOPE_JOB if job else switch_pb2.SWITCH_SCOPE_TENANT
+        number = len(self.switches.switches) + 1
+        self.switches.switches.append(
+            switch_pb2.Switch(
+                switch_id=f"k{number}",
+                scope=scope,
+                tenant="default",
+                job=job,
+                mode=switch_pb2.SwitchMode.ValueType(mode),
+                actor="ops",
+                reason="test",
+                active=True,
+            )
+        )
+        self.push(session_pb2.Push(switches=self.switches))
+
+    def clear(self) -> None:
+        self.switches = session_pb2.SwitchesChanged()
+        self.push(session_pb2.Push(switches=self.switches))
+
+    def reported(self, run: job_pb2.Run) -> list[str]:
+        return [what for what, request in self.reports if request.run_id == run.run_id]
+
+    async def until_reported(self, run: job_pb2.Run) -> tuple[str, Any]:
+        await eventually(lambda: self.reported(run), what=f"the report of {run.run_id}")
+        return next((what, request) for what, request in self.reports if request.run_id == run.run_id)
 
     async def until_held(self, name: str) -> Held:
         await eventually(lambda: name in self.leases, what=f"{name} is held")

@@ -203,12 +203,16 @@ class Client(Scheduling):
     # ---- life --------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Ends everything. Bodies under leases are cancelled and waited for; only then is what they held given back."""
+        """Ends everything. Handlers and bodies under leases are cancelled and waited for; only then is what they held
+        given back. A handler in a thread that does not look at ``run.cancelled`` is waited for 30 s.
+        """
         if not self._connection.owner.here:
             return  # the parent's
         task = asyncio.current_task()
         if any(body.task is task for body in self._bodies):
             raise RuntimeError("close() was called inside the body of a lease of this client: leave the body first")
+        if self._worker.inside(task):
+            raise RuntimeError("close() was called inside a handler or a guard of this client: leave it first")
         await self._worker.close()
         for body in list(self._bodies):
             body.close()

@@ -79,7 +79,7 @@ class Connection:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.switches = Switches(options.switch_staleness, options.fail_open)
+        self.switches = Switches(options.switch_staleness, options.fail_open, options.clock)
         self._feed: Feed | None = None
         self.owner = forks.Owner()
         self.on_granted: Callable[[Session, str, int], None] = lambda session, name, token: None
@@ -187,10 +187,6 @@ class Connection:
     def feed(self, feed: Feed) -> None:
         """Who is told of runs and switches from now on."""
         self._feed = self.session.hooks.feed = feed
-
-    def switches_stale(self, session: Session) -> bool:
-        """Whether guarded work must stop because the state of the switches is not known."""
-        return self.switches.stops(session)
 
     def _new_session(self) -> Session:
         options = self.options
@@ -419,8 +415,11 @@ class Connection:
             attach.open.CopyFrom(self._open_request())
         stream, attached = await self._attach(address, session, attach, timeout)
         if session.ended is None:
+            if self._stream is not None:
+                self._stream.supersede()
             # Also when an earlier, unanswered request has opened it: attaching renews.
             session.attached(attached, stream.attach_sent_at)
+            session.received(stream.first)
         return stream
 
     async def _attach(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict
 
+from tenure.switches import word
 from tenure.v1 import job_pb2
 
-__all__ = ["JobInfo", "JobOptions", "OccurrenceInfo", "job_info", "job_spec", "occurrence_info"]
+__all__ = ["JobInfo", "JobOptions", "OccurrenceInfo", "job_info", "job_spec", "occurrence_info", "wall_ms"]
 
 Schedule = str | timedelta | datetime | None
 
@@ -125,18 +126,18 @@ def _schedule(options: JobOptions) -> job_pb2.Schedule:
     elif isinstance(kind, timedelta):
         schedule.interval.every_ms = round(kind.total_seconds() * 1000)
     else:
-        schedule.once_wall_ms = _wall_ms("schedule", kind)
+        schedule.once_wall_ms = wall_ms("schedule", kind)
     if "dst_policy" in options:
         chosen = _choice("dst_policy", options["dst_policy"], job_pb2.DstPolicy, "DST_POLICY_")
         schedule.dst_policy = job_pb2.DstPolicy.ValueType(chosen)
     if "start" in options:
-        schedule.start_wall_ms = _wall_ms("start", options["start"])
+        schedule.start_wall_ms = wall_ms("start", options["start"])
     if "end" in options:
-        schedule.end_wall_ms = _wall_ms("end", options["end"])
+        schedule.end_wall_ms = wall_ms("end", options["end"])
     return schedule
 
 
-def _wall_ms(name: str, time: datetime) -> int:
+def wall_ms(name: str, time: datetime) -> int:
     if time.tzinfo is None:
         raise ValueError(f"{name} has no time zone: {time.isoformat()}")
     # Through UTC: two times of one zone subtract by the wall clock.
@@ -202,7 +203,7 @@ def occurrence_info(message: job_pb2.Occurrence) -> OccurrenceInfo:
         job=message.job,
         due_wall_ms=message.due_wall_ms,
         sequence=message.sequence,
-        state=job_pb2.OccurrenceState.Name(message.state).removeprefix("OCCURRENCE_STATE_").lower(),
+        state=word(job_pb2.OccurrenceState, message.state, "OCCURRENCE_STATE_"),
         reason=message.reason,
         attempt=message.attempt,
         run_id=message.run_id,

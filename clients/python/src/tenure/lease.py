@@ -36,8 +36,9 @@ Callback = Callable[["Lease"], object]
 
 HELD, ENDING, ENDED, LOST = "held", "ending", "ended", "lost"
 RELEASE_RETRY_DELAY = 0.2
-# The cause of a loss by a kill switch of the fleet or the tenant.
-KILLED = "killed"
+# Losses that may have left the place taken: by a kill switch of the fleet or the tenant, or by something that happened
+# while there was no stream, and that may have been one.
+PLACE_MAY_BE_TAKEN = ("killed", "lost")
 
 
 class LocalLine:
@@ -206,12 +207,14 @@ class Lease:
             return
         if self._state == ENDING:
             # The holder asked for the end itself; how it came is no news.
-            self._end(ENDED)
+            if self._releasing is None or cause not in PLACE_MAY_BE_TAKEN:
+                self._end(ENDED)
+                self._leave_place(cause)
             return
         self._lost = errors.LeaseLost(self.name, self.token, cause, current_token)
         self._end(LOST)
-        if cause == KILLED and not self._body:
-            self._connection.spawn(self._leave_place())
+        if not self._body:
+            self._leave_place(cause)
         callbacks, self._on_lost = self._on_lost, []
         for callback in callbacks:
             self._run(callback)
@@ -244,19 +247,15 @@ class Lease:
     def _body_ended(self) -> None:
         self._body = False
         self._interrupted = None
-        if self._lost is not None and self._lost.cause == KILLED:
-            self._connection.spawn(self._leave_place())
+        if self._lost is not None:
+            self._leave_place(self._lost.cause)
         if self._state in (ENDED, LOST):
             self._free()
 
-    async def _leave_place(self) -> None:
+    def _leave_place(self, cause: str) -> None:
         """After a kill the place stays taken until its holder has stopped and says so."""
-        request = lease_pb2.ReleaseLeaseRequest(name=self.name, token=self.token)
-        connection = self._connection
-        try:
-            await connection.call(RELEASE, lambda: request, timeout=connection.options.timeout, session=self._session)
-        except errors.TenureError as error:
-            log.info("the place of %r (token %d) is left when the session ends: %s", self.name, self.token, error)
+        if cause in PLACE_MAY_BE_TAKEN and self._session.ended is None:
+            self._connection.spawn(self._give_back_until_done(lambda: True))
 
     # ---- acts --------------------------------------------------------------------------------------------------
 
@@ -295,21 +294,25 @@ class Lease:
         return self._releasing
 
     async def _release_until_done(self) -> None:
+        await self._give_back_until_done(lambda: self._state == ENDING)
+        if self._state == ENDING:
+            self._end(ENDED)
+
+    async def _give_back_until_done(self, wanted: Callable[[], bool]) -> None:
         request = lease_pb2.ReleaseLeaseRequest(name=self.name, token=self.token)
         connection = self._connection
-        while self._state == ENDING:
+        while wanted():
             try:
                 await connection.call(
                     RELEASE, lambda: request, timeout=connection.options.timeout, session=self._session
                 )
             except (errors.StaleToken, errors.SessionLost, errors.NotFound, errors.ClientClosed):
-                pass  # it is not ours any more, which is what was wanted
+                return  # it is not ours any more, which is what was wanted
             except (errors.Unavailable, errors.Overloaded, errors.Indefinite) as error:
                 log.warning("release of %r (token %d) is not confirmed yet: %s", self.name, self.token, error)
                 await asyncio.sleep(RELEASE_RETRY_DELAY)
-                continue
-            if self._state == ENDING:
-                self._end(ENDED)
+            else:
+                return
 
     async def transfer(self, to_session: str, *, timeout: float | None = None) -> int:
         """Hands the lease to a named session in one step, without a gap. Returns the new holder's token.

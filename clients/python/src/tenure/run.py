@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tenure import errors
 from tenure.dedup import JsonSerializer
 from tenure.session import CHECKPOINT, Session
+from tenure.switches import word
 from tenure.v1 import job_pb2, session_pb2
 
 if TYPE_CHECKING:
@@ -118,8 +119,7 @@ class Run:
     @property
     def origin(self) -> str:
         """schedule, catch_up, trigger or backfill."""
-        name = job_pb2.OccurrenceOrigin.Name(self._message.origin)
-        return name.removeprefix("OCCURRENCE_ORIGIN_").lower()
+        return word(job_pb2.OccurrenceOrigin, self._message.origin, "OCCURRENCE_ORIGIN_")
 
     @property
     def attempt(self) -> int:

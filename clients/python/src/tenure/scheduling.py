@@ -13,11 +13,12 @@ import grpc.aio
 
 from tenure import errors
 from tenure.connection import Connection
-from tenure.jobs import JobInfo, JobOptions, OccurrenceInfo, job_info, job_spec, occurrence_info
+from tenure.handlers import job_name
+from tenure.jobs import JobInfo, JobOptions, OccurrenceInfo, job_info, job_spec, occurrence_info, wall_ms
 from tenure.session import APPLY_JOBS, GET_JOB, TRIGGER
 from tenure.switches import Guard, SwitchInfo, SwitchState, switch_info
 from tenure.v1 import job_pb2, job_pb2_grpc, switch_pb2, switch_pb2_grpc
-from tenure.work import Worker, job_name
+from tenure.work import Worker
 
 __all__ = ["JobDecorator", "Scheduling"]
 
@@ -57,16 +58,16 @@ class Scheduling:
         another specification, it raises JobConflict, or with ``replace=True`` changes it.
         """
         own = job_name(name, self._connection.options.tenant)
-        if define:
-            if own.endswith("*"):
-                raise ValueError(f"{name!r} stands for many jobs and cannot define one")
-            spec = job_spec(define)  # what cannot be said is said here, not later
+        if not define:
+            return JobDecorator(lambda function: self._worker.register(own, function, None))
+        if own.endswith("*"):
+            raise ValueError(f"{name!r} stands for many jobs and cannot define one")
+        spec = job_spec(define)  # what cannot be said is said here, not later
 
-            async def apply() -> None:
-                await self._define(own, spec, replace)
+        async def apply() -> None:
+            await self._define(own, spec, replace)
 
-            self._worker.definitions[own] = apply
-        return JobDecorator(lambda function: self._worker.register(own, function))
+        return JobDecorator(lambda function: self._worker.register(own, function, apply))
 
     async def work(
         self, *, slots: int = 1, stop: asyncio.Event | None = None, finish_timeout: float = FINISH_TIMEOUT
@@ -94,7 +95,7 @@ class Scheduling:
         """
         self._need_session()
         name = None if job is None else job_name(job, self._connection.options.tenant)
-        return self._connection.switches.state(self._connection.session, name)
+        return self._connection.switches.state(name)
 
     def guard(self, job: str | None = None) -> Guard:
         """``async with client.guard(job):`` the body is cancelled when a kill switch or its unknown state forbids it.
@@ -103,7 +104,7 @@ class Scheduling:
         """
         self._need_session()
         name = None if job is None else job_name(job, self._connection.options.tenant)
-        return Guard(self._connection.switches, lambda: self._connection.session, name, self._worker)
+        return Guard(self._connection.switches, name, self._worker)
 
     async def set_switch(
         self,
@@ -245,7 +246,7 @@ class Scheduling:
             tenant=self._connection.options.tenant,
             name=job_name(name, self._connection.options.tenant),
             count=count,
-            from_wall_ms=0 if after is None else round(after.timestamp() * 1000),
+            from_wall_ms=0 if after is None else wall_ms("after", after),
         )
         response = await self._ask(
             lambda channel, seconds: job_pb2_grpc.JobServiceStub(channel).PreviewJob(request, timeout=seconds), timeout
@@ -281,7 +282,7 @@ class Scheduling:
         request = job_pb2.ExplainOccurrenceRequest(
             tenant=self._connection.options.tenant,
             job=job_name(job, self._connection.options.tenant),
-            due_wall_ms=0 if due is None else round(due.timestamp() * 1000),
+            due_wall_ms=0 if due is None else wall_ms("due", due),
         )
         response = await self._ask(
             lambda channel, seconds: job_pb2_grpc.JobServiceStub(channel).ExplainOccurrence(request, timeout=seconds),

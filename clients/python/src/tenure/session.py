@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 
 from tenure import errors
 from tenure.clock import Clock, Validity
-from tenure.v1 import dedup_pb2, error_pb2, job_pb2, lease_pb2, session_pb2
+from tenure.v1 import dedup_pb2, error_pb2, job_pb2, lease_pb2, session_pb2, switch_pb2
 
 __all__ = ["Feed", "HeldLease", "Kind", "Operation", "Session", "Timing"]
 
@@ -320,7 +320,7 @@ class Session:
         session = attached.session
         self.id = session.session_id
         self.validity.attached(sent_at, session.ttl_ms, session.disconnect_grace_ms)
-        self._keep_alives.due_at = sent_at + self.timing.keep_alive_ms / 1000
+        self._keep_alives.due_at = sent_at + self._keep_alive_period()
         self.confirmed_at = max(self.confirmed_at, sent_at)
         self._set_safe()
         if attached.resumed:
@@ -332,8 +332,10 @@ class Session:
         """What was lost, or was transferred here, while there was no stream to tell it on."""
         held = {(lease.name, lease.token) for lease in attached.held}
         if attached.held_complete:
+            # A lease that a kill has made stale is not held, though its place is taken.
+            killed = any(_kills_leases(switch) for switch in attached.switches.switches)
             for key in [key for key in self.leases if key not in held]:
-                self.leases.pop(key)._lose("lost", 0)
+                self.leases.pop(key)._lose("killed" if killed else "lost", 0)
         for lease in attached.held:
             if (lease.name, lease.token) not in self.leases:
                 self.hooks.granted(self, lease.name, lease.token)
@@ -472,8 +474,10 @@ class Session:
     def tick(self, attached: bool) -> float:
         """Does what is due now. Returns the seconds until something else may be."""
         now = self.clock()
-        if self.ended is not None or not self.id:
+        if self.ended is not None:
             return 3600.0
+        if not self.id:
+            return max(self.hooks.feed.tick(self, now) - now, 0.001)
         if now >= self.validity.safe_until:
             self.end("expired")
             return 3600.0
@@ -496,12 +500,15 @@ class Session:
         if now >= alive.due_at:
             alive.due = True
             # While answers are missing it tries more often, so that it is safe again soon after they are back.
-            period_ms: float = min(self.timing.keep_alive_ms, self.keep_alive_within * 1000)
+            period = self._keep_alive_period()
             if self.jeopardy is not None:
-                period_ms = min(period_ms, max(self.timing.keep_alive_timeout_ms // 2, 50))
-            alive.due_at = now + period_ms / 1000
+                period = min(period, max(self.timing.keep_alive_timeout_ms // 2, 50) / 1000)
+            alive.due_at = now + period
             self.hooks.wake()
         return alive.due_at if now >= overdue_at else min(alive.due_at, overdue_at)
+
+    def _keep_alive_period(self) -> float:
+        return min(self.timing.keep_alive_ms / 1000, self.keep_alive_within)
 
     def _overdue_at(self) -> float:
         oldest = next(iter(self._keep_alives.sent_at.values()), float("inf"))
@@ -571,3 +578,7 @@ class Session:
         if self.ended == "client_closed":
             return errors.ClientClosed("the client has been closed", reason="CLIENT_CLOSED")
         return errors.SessionLost(f"session {self.id or '(new)'} has ended: {self.ended}", reason="SESSION_NOT_FOUND")
+
+
+def _kills_leases(switch: switch_pb2.Switch) -> bool:
+    return switch.mode == switch_pb2.SWITCH_MODE_KILL and switch.scope != switch_pb2.SWITCH_SCOPE_JOB

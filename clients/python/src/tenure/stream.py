@@ -25,6 +25,8 @@ class Stream:
         self.address = address
         self.node_id = ""
         self.attach_sent_at = 0.0
+        # What came in the same message as the answer to the attach.
+        self.first = session_pb2.ConnectResponse()
         self.ended = asyncio.Event()
         self.on_end: Callable[[], None] = lambda: None
         # Why it ended; None when the sidecar ended it in good order.
@@ -37,6 +39,7 @@ class Stream:
         forks.keep_from_child(wire_object=self._call)
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._superseded = False
 
     @classmethod
     async def dial(
@@ -85,6 +88,7 @@ class Stream:
                 f"{self.address}: the first answer was not an attached session", reason="PROTOCOL"
             )
         self.node_id = answer.attached.node_id
+        self.first = answer
         return answer.attached
 
     def carry(self, session: Session) -> None:
@@ -95,6 +99,10 @@ class Stream:
             forks.keep_from_child(task=task)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
+
+    def supersede(self) -> None:
+        """Another stream has attached the session: what still arrives here may be older than what that one told."""
+        self._superseded = True
 
     async def _write(self, session: Session) -> None:
         loop = asyncio.get_running_loop()
@@ -115,7 +123,8 @@ class Stream:
                 message = await self._call.read()
                 if not isinstance(message, session_pb2.ConnectResponse):
                     break
-                session.received(message)
+                if not self._superseded:
+                    session.received(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the status says why
         if await self._call.code() != grpc.StatusCode.OK:

@@ -1,73 +1,65 @@
-"""The worker of a client: serves jobs, starts what is assigned, stops what must stop, and reports how it ended.
+"""The worker of a client: serves jobs, starts what is assigned, and stops what must stop.
 
 Rules:
 
 * A run is started once in this process, however often it is told of: by a push, or by the list with which a stream
   attaches. A run that the list leaves out is over in the cluster; its handler is cancelled and nothing is reported.
-* What a handler returned is reported, also after an interrupt: it has happened. A handler that was cancelled and did
-  end is reported as stopped. A handler that does not end (a thread that does not look) is not reported as stopped: it
-  keeps its slot here, and the cluster goes by the grace.
-* Reports are repeated until they are answered or the session has ended.
+* A handler that does not end when it is cancelled (a thread that does not look) keeps its slot here, and nothing is
+  said of it; the cluster goes by the grace.
+* A session is told what this worker serves as often as that changes, and a new session anew. What is refused for good
+  ends `work`.
+* `work` ends in order: first the cluster learns that no more is wanted, then what runs may end, then it is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 from tenure import errors
 from tenure.connection import Connection
-from tenure.run import Permanent, Retry, Run, SyncRun, encoded
-from tenure.session import ACKNOWLEDGE, COMPLETE_RUN, FAIL_RUN, SERVE, Kind, Session
+from tenure.handlers import Handler, Handlers
+from tenure.reports import Reports
+from tenure.run import Run
+from tenure.session import SERVE, Session
 from tenure.switches import Guard
 from tenure.v1 import job_pb2, session_pb2
 
-__all__ = ["Handler", "Worker", "job_name"]
+__all__ = ["Worker"]
 
 log = logging.getLogger("tenure")
 
-Handler = Callable[[Any], Any]
-
 SLOTS_MAX = 1_000
-RESULT_BYTES_MAX = 16_384
-ERROR_BYTES_MAX = 4_096
-REPORT_RETRY_S = 0.2
+ANNOUNCE_RETRY_S = 0.2
 # A run whose time is over is cancelled by the sidecar's interrupt; by the clock alone only so much later.
 DEADLINE_SLACK = 0.5
 # Cancelled handlers are waited for so long; a thread that does not look at ``run.cancelled`` cannot be ended.
 STUBBORN_S = 30.0
+# What a worker that ends still has to say is given so long, where nothing else takes longer.
+LAST_WORDS_S = 2.0
 # Keepalives in the time after which nothing is known of the switches any more.
 KEEPALIVES_PER_STALENESS = 4
+STARTED_REMEMBERED_MAX = 4_096
 
-
-class Defines(Protocol):
-    """Creates the job that a handler is for, if it asked for that."""
-
-    async def __call__(self) -> None: ...
+Define = Callable[[], Awaitable[None]]
 
 
 @dataclass(eq=False)
 class _Running:
     run: Run
-    handler: Handler
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    body: asyncio.Future[Any] | None = None
+    body: asyncio.Future[Any]
+    # Until its end is reported.
+    task: asyncio.Task[None] | None = None
     lost: bool = False  # over in the cluster, or the session is
+    said: bool = False  # that it does not end
 
-
-def job_name(name: str, tenant: str) -> str:
-    """The name alone of NAME or TENANT/NAME. Raises ValueError when the tenant is not the client's."""
-    said, slash, rest = name.rpartition("/")
-    if not rest or "/" in said:
-        raise ValueError(f"a job is written NAME or TENANT/NAME, not {name!r}")
-    if slash and said != tenant:
-        raise ValueError(f"job {name!r} is of tenant {said!r}, this client of tenant {tenant!r}: connect(tenant=...)")
-    return rest
+    @property
+    def going(self) -> bool:
+        return not self.body.done()
 
 
 class Worker:
@@ -76,49 +68,56 @@ class Worker:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._switches = connection.switches
-        self._handlers: dict[str, Handler] = {}
-        self.definitions: dict[str, Defines] = {}
+        self.handlers = Handlers()
+        self._definitions: dict[str, Define] = {}
+        self._undefined: dict[str, Define] = {}
+        self._reports = Reports(connection)
         self._runs: dict[str, _Running] = {}
+        self._started: OrderedDict[str, None] = OrderedDict()
+        # From the start of a handler to the answer to its report.
+        self._tasks: set[asyncio.Task[None]] = set()
         self.guards: set[Guard] = set()
-        self._serving: asyncio.Event | None = None  # set: work() is to end
-        self._slots = 0
+        self._stopping: asyncio.Event | None = None  # there is one while `work` goes on
+        self._slots = 0  # none from the moment at which `work` is to end
+        self._taking = False
         # What the present session was told: its id, the jobs, the slots.
         self._announced: tuple[str, tuple[str, ...], int] | None = None
         self._announcing: asyncio.Task[None] | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._refused: BaseException | None = None
         self._closing = False
         self._switches.on_change = self._look_at_guards
 
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that the worker belongs to."""
+        return self._connection.owner.here
+
     # ---- what is served ----------------------------------------------------------------------------------------
 
-    def register(self, name: str, handler: Handler) -> None:
-        if name in self._handlers:
-            raise ValueError(f"job {name!r} has a handler already")
-        self._handlers[name] = handler
-        if self._serving is not None:
+    def register(self, name: str, handler: Handler, define: Define | None) -> None:
+        self.handlers.add(name, handler)
+        if define is not None:
+            self._definitions[name] = define
+        if self._slots:
+            if define is not None:
+                self._undefined[name] = define
             self._announce()
-
-    def _handler_of(self, job: str) -> Handler | None:
-        exact = self._handlers.get(job)
-        if exact is not None:
-            return exact
-        fitting = [name for name in self._handlers if name.endswith("*") and job.startswith(name[:-1])]
-        return self._handlers[max(fitting, key=len)] if fitting else None
 
     async def work(self, slots: int, stop: asyncio.Event | None, finish_timeout: float) -> None:
         self._check(slots, finish_timeout)
-        self._serving, self._slots = asyncio.Event(), slots
-        self._renew_often()
+        self._stopping, self._refused = asyncio.Event(), None
+        self._slots, self._taking = slots, True
+        self._undefined = dict(self._definitions)
+        self._renew_often(self._connection.session)
+        self._announce()
         try:
-            for name in list(self.definitions):
-                await self.definitions[name]()
-            announced = self._announce()
-            if announced is not None:
-                await announced  # raises what can never be served
-            await self._until_stopped(stop)
+            await self._until_stopped(self._stopping, stop)
         finally:
-            self._serving = None
-            await self._finish(finish_timeout)
+            self._slots = 0
+            if self.here:  # a forked child leaves everything as it is
+                await self._finish(finish_timeout)
+        if self._refused is not None:
+            raise self._refused
 
     def _check(self, slots: int, finish_timeout: float) -> None:
         self._connection.check_usable()
@@ -126,14 +125,14 @@ class Worker:
             raise ValueError(f"slots must be 1 to {SLOTS_MAX}, not {slots}")
         if not finish_timeout >= 0:
             raise ValueError(f"finish_timeout must be 0 or more seconds, not {finish_timeout}")
-        if not self._handlers:
+        if not self.handlers.names:
             raise ValueError("no handler: decorate a function with client.job(...) first")
-        if self._serving is not None:
+        if self._stopping is not None:
             raise RuntimeError("this client works already")
 
-    async def _until_stopped(self, stop: asyncio.Event | None) -> None:
-        assert self._serving is not None
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._serving, stop) if event is not None]
+    @staticmethod
+    async def _until_stopped(*stops: asyncio.Event | None) -> None:
+        waits = [asyncio.ensure_future(event.wait()) for event in stops if event is not None]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -141,77 +140,112 @@ class Worker:
                 wait.cancel()
 
     def stop(self) -> None:
-        if self._serving is not None:
-            self._serving.set()
+        if self._stopping is not None:
+            self._stopping.set()
 
     async def _finish(self, timeout: float) -> None:
         """No new runs; those that go on may end. Cancelling this, or the end of the time, cancels them."""
-        self._slots = 0
-        if not self._closing and self._connection.owner.here:
-            self._announce()
+        deadline = asyncio.get_running_loop().time() + timeout
         try:
             if not self._closing:
-                await self._all_ended(timeout)
+                self._announce()
+                await self._known_by(deadline)
+                await self._all_ended(deadline)
         finally:
+            self._taking = False
             self._cancel_all("stopped")
-            await self._all_ended(STUBBORN_S)
-            self._say_stubborn()
-            self._renew_often()
-
-    async def _all_ended(self, timeout: float) -> None:
-        """Until no handler runs any more, or the time is up."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while self._runs:
-            left = max(deadline - loop.time(), 0)
-            waits = [loop.create_task(each.ended.wait()) for each in self._runs.values()]
             try:
-                done, _ = await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                await self._last_words()
             finally:
-                for wait in waits:
-                    wait.cancel()
+                self._stopping = None
+                self._renew_often(self._connection.session)
+
+    async def _known_by(self, deadline: float) -> None:
+        """Until the cluster knows what is served, but not for long."""
+        if self._announcing is not None and not self._announcing.done():
+            left = deadline - asyncio.get_running_loop().time()
+            await asyncio.wait({self._announcing}, timeout=min(max(left, 0), LAST_WORDS_S))
+
+    async def _all_ended(self, deadline: float) -> None:
+        """Until no run is left, reports included; also those that come meanwhile."""
+        loop = asyncio.get_running_loop()
+        while self._tasks:
+            left = max(deadline - loop.time(), 0)
+            done, _ = await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 return
 
-    async def close(self) -> None:
-        """Cancels every handler and waits for it: nothing is reported, the session's end says enough."""
-        self._closing = True
+    async def _last_words(self) -> None:
+        """Waits for handlers that were cancelled, and then for what is to be said of them."""
+        loop = asyncio.get_running_loop()
+        bodies = [running.body for running in self._runs.values() if running.going]
+        if bodies:
+            await asyncio.wait(bodies, timeout=STUBBORN_S)
+        for running in self._runs.values():
+            self._say_stubborn(running)
+        deadline = loop.time() + LAST_WORDS_S
+        await self._known_by(deadline)
+        endless = {running.task for running in self._runs.values() if running.going}
+        reports = self._tasks - endless
+        if reports:
+            await asyncio.wait(reports, timeout=max(deadline - loop.time(), 0))
+
+    def begin_close(self) -> None:
+        """Nothing begins any more, and everything that goes on must end."""
+        self._closing, self._taking = True, False
         self.stop()
         self._cancel_all("client_closed")
-        await self._all_ended(STUBBORN_S)
-        self._say_stubborn()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
+        for guard in list(self.guards):
+            guard.cut(errors.ClientClosed("the client is being closed", reason="CLIENT_CLOSED"))
 
-    def _say_stubborn(self) -> None:
-        for running in self._runs.values():
-            log.error("the handler of run %s of %s does not end", running.run.run_id, running.run.job)
+    async def close(self) -> None:
+        """Cancels every handler and guarded body; waits for the handlers, and for the reports of their ends."""
+        self.begin_close()
+        await self._last_words()
+
+    def inside(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether a task is a handler or a guarded body: it cannot wait for its own end."""
+        bodies: list[object] = [running.body for running in self._runs.values()]
+        return task is not None and (task in bodies or any(guard.task is task for guard in self.guards))
 
     # ---- the announcement --------------------------------------------------------------------------------------
 
-    def _wanted(self) -> tuple[str, tuple[str, ...], int]:
+    def _wanted(self, session: Session) -> tuple[str, tuple[str, ...], int]:
         stuck = sum(each.lost for each in self._runs.values())
-        return self._connection.session.id, tuple(self._handlers), max(self._slots - stuck, 0)
+        return session.id, self.handlers.names, max(self._slots - stuck, 0)
 
-    def _announce(self) -> asyncio.Task[None] | None:
-        """Tells the cluster what is served, as often as that changes, until it is known there."""
-        if (self._announcing is None or self._announcing.done()) and not self._closing:
+    def _announce(self) -> None:
+        """Creates the jobs that are to be, and tells the cluster what is served, until it is known there."""
+        if not self._closing and (self._announcing is None or self._announcing.done()):
             self._announcing = self._connection.spawn(self._announce_until_known())
-        return self._announcing
+            self._announcing.add_done_callback(self._announcing_ended)
+
+    def _announcing_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None and self._refused is None:
+            self._refused = task.exception()
+            self.stop()
 
     async def _announce_until_known(self) -> None:
-        while not self._closing and self._wanted() != self._announced:
-            session, wanted = self._connection.session, self._wanted()
-            if not session.id:
-                return  # attached() begins anew
+        while not self._closing:
+            session = self._connection.session
             try:
+                if self._slots and self._undefined:
+                    name, define = next(iter(self._undefined.items()))
+                    await define()
+                    self._undefined.pop(name, None)
+                    continue
+                wanted = self._wanted(session)
+                if wanted == self._announced or not session.id:
+                    return  # without a session: attached() begins anew
                 await self._serve(session, wanted[1], wanted[2])
                 self._announced = wanted
             except errors.SessionLost:
+                continue
+            except errors.ClientClosed:
                 return
             except (errors.Unavailable, errors.Overloaded, errors.Indefinite) as error:
                 log.warning("the cluster does not know yet what this client serves: %s", error)
-                await asyncio.sleep(REPORT_RETRY_S)
+                await asyncio.sleep(ANNOUNCE_RETRY_S)
 
     async def _serve(self, session: Session, jobs: tuple[str, ...], slots: int) -> None:
         request = job_pb2.ServeJobsRequest(jobs=jobs, slots=slots)
@@ -220,15 +254,15 @@ class Worker:
     # ---- told by the session -----------------------------------------------------------------------------------
 
     def attached(self, session: Session, attached: session_pb2.Attached) -> None:
-        self._switches.told(session, attached.switches)
-        self._renew_often()
+        self._switches.told(session, attached.switches if attached.HasField("switches") else None)
+        self._renew_often(session)
         listed = {message.run_id for message in attached.runs}
         for run_id, running in list(self._runs.items()):
             if running.run._session is session and run_id not in listed:
                 self._lose(running, "lost")
         for message in attached.runs:
             self._assigned(session, message)
-        if self._serving is not None:
+        if self._stopping is not None:
             self._announce()
 
     def pushed(self, session: Session, push: session_pb2.Push) -> None:
@@ -241,6 +275,7 @@ class Worker:
             running = self._runs.get(push.run_interrupted.run_id)
             if running is not None:
                 running.run._interrupted(push.run_interrupted)
+                session.hooks.rearm()  # the grace is looked at
         elif kind == "run_lost":
             running = self._runs.get(push.run_lost.run_id)
             if running is not None:
@@ -251,12 +286,12 @@ class Worker:
         mine = [each.run for each in self._runs.values() if each.run._session is session]
         nearest = float("inf")
         if mine or self.guards:
-            if self._switches.stops(session):
+            if self._switches.stops():
                 for run in mine:
                     run._cancel("switch_state_unknown")
                 self._look_at_guards()
             elif not self._switches.fail_open:
-                nearest = self._switches.stale_at(session)
+                nearest = self._switches.stale_at()
         for run in mine:
             if now >= session.validity.cancel_at:
                 run._cancel("session_in_danger")
@@ -264,196 +299,112 @@ class Worker:
                 run._cancel("timeout")
             elif run.interrupt_cause is None:
                 nearest = min(nearest, run.deadline + DEADLINE_SLACK)
+        for running in self._runs.values():
+            if running.run._grace_over:
+                self._say_stubborn(running)
         return nearest
 
     def ended(self, session: Session) -> None:
         for running in list(self._runs.values()):
             if running.run._session is session:
                 self._lose(running, session.ended or "session_ended")
-        self._look_at_guards()
 
     def _look_at_guards(self) -> None:
         for guard in list(self.guards):
-            guard.look(self._connection.session)
+            guard.look()
 
     def watch_switches(self) -> None:
         """Something is guarded now, or nothing any more: keepalives follow."""
-        self._renew_often()
-        self._connection.session.hooks.rearm()
+        session = self._connection.session
+        self._renew_often(session)
+        session.hooks.rearm()
 
-    def _renew_often(self) -> None:
-        needed = self._serving is not None or bool(self._runs) or bool(self.guards)
+    def _renew_often(self, session: Session) -> None:
+        needed = self._stopping is not None or bool(self._runs) or bool(self.guards)
         within = self._switches.staleness / KEEPALIVES_PER_STALENESS if needed else float("inf")
-        self._connection.session.renew_within(within)
+        session.renew_within(within)
 
     # ---- runs --------------------------------------------------------------------------------------------------
 
     def _assigned(self, session: Session, message: job_pb2.Run) -> None:
         known = self._runs.get(message.run_id)
-        if known is not None:
-            if message.interrupted:
-                known.run._interrupted(_interrupt(message))
-            return
+        if known is not None and message.interrupted:
+            known.run._interrupted(_interrupt(message))
+        if known is not None or message.run_id in self._started:
+            return  # its handler goes on, or has ended
         if not message.job or session.ended is not None:
             return  # listed in short: the whole of it follows
+        self._started[message.run_id] = None
+        if len(self._started) > STARTED_REMEMBERED_MAX:
+            self._started.popitem(last=False)
+        self._begin(session, message)
+
+    def _begin(self, session: Session, message: job_pb2.Run) -> None:
         run = Run(self._connection, session, message)
-        handler = self._handler_of(message.job)
-        if handler is None or self._closing:
-            self._connection.spawn(self._report_failure(run, "this agent has no handler for the job", 0.0))
-            return
-        running = self._runs[run.run_id] = _Running(run, handler)
-        self._connection.spawn(self._go(running))
+        handler = self.handlers.of(message.job)
         if message.interrupted:
             run._interrupted(_interrupt(message))
-        session.hooks.rearm()
+            self._spawn(self._reports.not_started(run))
+        elif handler is None or not self._taking:
+            why = "has no handler for the job" if handler is None else "has stopped working"
+            self._spawn(self._reports.failed(run, f"not started: this agent {why}"))
+        else:
+            running = self._runs[run.run_id] = _Running(run, self.handlers.start(handler, run))
+            run._stop = lambda: self._stop(running)
+            running.task = self._spawn(self._until_reported(running))
+            session.hooks.rearm()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._connection.spawn(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _until_reported(self, running: _Running) -> None:
+        """Cancelled only when the connection is closed."""
+        run, body = running.run, running.body
+        try:
+            await asyncio.wait({body})
+            if running.lost:
+                done = not body.cancelled() and body.exception() is None
+                how = "was done after all" if done else "has stopped"
+                log.warning("run %s of %s %s; it was lost before: %s", run.run_id, run.job, how, run.interrupt_cause)
+            else:
+                await self._reports.ended(run, body)
+        finally:
+            body.cancel()
+            run._end()
+            del self._runs[run.run_id]
+            self._renew_often(self._connection.session)
+            if running.lost and self._slots:
+                self._announce()
+
+    def _stop(self, running: _Running) -> None:
+        if running.going:
+            log.info("run %s of %s must end: %s", running.run.run_id, running.run.job, running.run.interrupt_cause)
+            if isinstance(running.body, asyncio.Task):
+                running.body.cancel()
 
     def _lose(self, running: _Running, cause: str) -> None:
         """The run is over in the cluster, whatever its handler does now."""
         if not running.lost:
             running.lost = True
             running.run._cancel(cause)
-            if self._serving is not None:
+            if self._slots:
                 self._announce()
 
     def _cancel_all(self, cause: str) -> None:
         for running in list(self._runs.values()):
             running.run._cancel(cause)
 
-    async def _go(self, running: _Running) -> None:
-        run = running.run
-        try:
-            await self._body(running)
-        finally:
-            run._end()
-            del self._runs[run.run_id]
-            running.ended.set()
-            if running.lost and self._serving is not None:
-                self._announce()
-
-    async def _body(self, running: _Running) -> None:
-        """The handler from its start to the report of its end. Cancelled only when the connection is closed."""
-        run = running.run
-        body = running.body = self._start(running)
-        run._stop = lambda: self._stop(running)
-        if run.interrupt_cause is not None:
-            self._stop(running)  # before it could begin
-        try:
-            await asyncio.wait({body})
-        except asyncio.CancelledError:
-            body.cancel()
-            raise
-        if running.lost or self._closing:
-            self._say_unreported(running, body)
-            return
-        await self._report(run, body)
-
-    def _start(self, running: _Running) -> asyncio.Future[Any]:
-        loop = asyncio.get_running_loop()
-        if _is_async(running.handler):
-            return loop.create_task(_awaited(running.handler, running.run))
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=SLOTS_MAX, thread_name_prefix="tenure-run")
-        return loop.run_in_executor(self._pool, running.handler, SyncRun(running.run, loop))
-
-    def _stop(self, running: _Running) -> None:
-        body, run = running.body, running.run
-        if body is None or body.done():
-            return
-        log.info("run %s of %s is interrupted: %s", run.run_id, run.job, run.interrupt_cause)
-        if isinstance(body, asyncio.Task):
-            body.cancel()
-
-    # ---- reports -----------------------------------------------------------------------------------------------
-
-    async def _report(self, run: Run, body: asyncio.Future[Any]) -> None:
-        if body.cancelled():
-            if run.interrupted_by_sidecar:
-                await self._acknowledge(run, "stopped")
-            else:
-                await self._report_failure(run, f"cancelled: {run.interrupt_cause or 'by its own code'}", 0.0)
-            return
-        error = body.exception()
-        if error is None:
-            await self._report_success(run, body.result())
-        elif run.interrupted_by_sidecar:
-            await self._acknowledge(run, _text(error))
-        elif isinstance(error, Retry):
-            await self._report_failure(run, str(error) or "the handler asked for another attempt", error.after)
-        elif isinstance(error, Permanent):
-            await self._report_failure(run, str(error) or "the handler failed for good", 0.0, retryable=False)
-        else:
-            log.error("the handler of run %s of %s failed", run.run_id, run.job, exc_info=error)
-            await self._report_failure(run, _text(error), 0.0)
-
-    async def _report_success(self, run: Run, value: object) -> None:
-        try:
-            result = encoded(value, "result")
-        except TypeError as error:
-            log.error("run %s of %s is done, but its result is not stored: %s", run.run_id, run.job, error)
-            result = b""
-        if len(result) > RESULT_BYTES_MAX:
+    @staticmethod
+    def _say_stubborn(running: _Running) -> None:
+        if running.going and not running.said:
+            running.said = True
             log.error(
-                "run %s of %s is done, but its result is not stored: it has %d bytes, at most %d are kept",
-                run.run_id, run.job, len(result), RESULT_BYTES_MAX,
+                "the handler of run %s of %s does not end (%s); it keeps its slot",
+                running.run.run_id, running.run.job, running.run.interrupt_cause,
             )  # fmt: skip
-            result = b""
-        await self._tell(
-            run, COMPLETE_RUN, job_pb2.CompleteRunRequest(run_id=run.run_id, token=run.token, result=result)
-        )
-
-    async def _report_failure(self, run: Run, text: str, after: float, *, retryable: bool = True) -> None:
-        request = job_pb2.FailRunRequest(
-            run_id=run.run_id,
-            token=run.token,
-            error=_bounded(text),
-            retryable=retryable,
-            retry_after_ms=round(after * 1000),
-        )
-        await self._tell(run, FAIL_RUN, request)
-
-    async def _acknowledge(self, run: Run, detail: str) -> None:
-        request = job_pb2.AcknowledgeInterruptRequest(run_id=run.run_id, token=run.token, detail=_bounded(detail))
-        await self._tell(run, ACKNOWLEDGE, request)
-
-    async def _tell(self, run: Run, kind: Kind[Any, Any], request: Any) -> None:
-        """Until it is answered, or the session has ended."""
-        uncertain = False
-        while True:
-            try:
-                await self._connection.call(
-                    kind, lambda: request, timeout=self._connection.options.timeout, session=run._session
-                )
-                return
-            except errors.SessionLost:
-                log.warning("run %s of %s has ended (%s), and so has the session", run.run_id, run.job, kind.field)
-                return
-            except errors.RunEnded as error:
-                if not uncertain:
-                    log.warning("run %s of %s was over before it was reported: %s", run.run_id, run.job, error)
-                return
-            except errors.Indefinite:
-                uncertain = True
-            except (errors.Unavailable, errors.Overloaded) as error:
-                log.warning("the end of run %s of %s is not reported yet: %s", run.run_id, run.job, error)
-            except errors.TenureError as error:
-                log.error("the end of run %s of %s was refused: %s", run.run_id, run.job, error)
-                return
-            await asyncio.sleep(REPORT_RETRY_S)
-
-    def _say_unreported(self, running: _Running, body: asyncio.Future[Any]) -> None:
-        run = running.run
-        done = not body.cancelled() and body.exception() is None
-        if not self._closing or done:
-            how = "was done after all" if done else "has stopped"
-            log.warning("run %s of %s %s; it was lost before: %s", run.run_id, run.job, how, run.interrupt_cause)
-
-
-def _is_async(handler: Handler) -> bool:
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "__call__", None))  # noqa: B004
-
-
-async def _awaited(handler: Callable[[Run], Awaitable[Any]], run: Run) -> Any:
-    return await handler(run)
 
 
 def _interrupt(message: job_pb2.Run) -> session_pb2.RunInterrupted:
@@ -464,11 +415,3 @@ def _interrupt(message: job_pb2.Run) -> session_pb2.RunInterrupted:
         reason=message.interrupt_reason,
         grace_ms=message.remaining_ms,
     )
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _bounded(text: str) -> str:
-    return text.encode("utf-8", "replace")[:ERROR_BYTES_MAX].decode("utf-8", "ignore")
