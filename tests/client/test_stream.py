@@ -501,8 +501,11 @@ async def test_a_second_address_takes_over_from_a_silent_one(folder: Path, serve
         other.leases = server.leases
         async with tenure.connect([server.address, other.address], ttl_ms=3_000) as client:
             lease = await client.acquire("job")
+            first = client._connection._stream
             server.mute = True
             await eventually(lambda: other.attaches and not lease.in_jeopardy, timeout_s=4.0)
+            assert first is not None
+            assert first._superseded
             assert lease.valid
             assert other.attaches[0].session_id == "s1"
             await other.until_held("job")
