@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import random
 import time
@@ -590,3 +591,32 @@ async def test_the_local_line_is_fair_and_survives_cancellations() -> None:
     assert line.try_enter("a")
     line.leave("a")
     assert not line._waiting
+
+
+# ---- the synchronous client ------------------------------------------------------------------------------------
+
+# What the synchronous client leaves out, by method.
+LEFT_OUT = {"work": {"stop"}, "list_leases": {"page_size"}, "watch": {"all_tenants"}}
+ASYNC_ONLY = {"guard"}  # it cancels its body, and a thread cannot be cancelled
+SYNC_ONLY = {"closing"}
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
+
+
+def test_the_synchronous_client_mirrors_the_asynchronous_one() -> None:
+    mirror, model = public(tenure.SyncClient), public(tenure.Client)
+    assert mirror.keys() - model.keys() == SYNC_ONLY
+    assert model.keys() - mirror.keys() == ASYNC_ONLY
+    for name in mirror.keys() & model.keys():
+        if isinstance(model[name], property):
+            continue
+        wanted = {
+            each.name: (each.kind, each.default)
+            for each in inspect.signature(model[name]).parameters.values()
+            if each.name not in LEFT_OUT.get(name, ())
+        }
+        found = {each.name: (each.kind, each.default) for each in inspect.signature(mirror[name]).parameters.values()}
+        assert found == wanted, name
+        assert mirror[name].__doc__, name

@@ -26,6 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 FINISH_TIMEOUT = 30.0
+TRIGGER_REASON = "triggered by a program"
 
 
 class JobDecorator:
@@ -223,7 +224,7 @@ class Scheduling:
         name: str,
         *,
         payload: bytes | str | None = None,
-        reason: str = "triggered by a program",
+        reason: str = TRIGGER_REASON,
         actor: str | None = None,
         timeout: float | None = None,
     ) -> OccurrenceInfo:

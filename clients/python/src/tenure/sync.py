@@ -15,6 +15,7 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
@@ -33,7 +34,11 @@ from tenure.dedup import (
     UnknownOutcome,
     unstorable,
 )
+from tenure.handlers import is_async
+from tenure.jobs import JobInfo, JobOptions, OccurrenceInfo
 from tenure.lease import Lease
+from tenure.scheduling import FINISH_TIMEOUT, TRIGGER_REASON, JobDecorator
+from tenure.switches import SwitchInfo, SwitchState
 from tenure.values import Event, EventKind, LeaseInfo, RecordInfo, TokenCheck
 
 __all__ = ["SyncAttempt", "SyncClient", "SyncLease", "connect_sync"]
@@ -57,17 +62,20 @@ class _Loop:
     def here(self) -> bool:
         return threading.current_thread() is self._thread
 
+    def _check(self) -> None:
+        self.owner.check()
+        if self.here:
+            raise RuntimeError("a callback of the synchronous client must not wait for the client: use another thread")
+        if not self._thread.is_alive():
+            raise errors.ClientClosed("the client has been closed", reason="CLIENT_CLOSED")
+
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], object] | None = None) -> T:
         """Runs a coroutine in the loop's thread and waits for it.
 
         When the waiting thread is interrupted, the coroutine is cancelled; if it has succeeded just then, ``undo`` gets
         its value in the loop's thread, for nobody else will.
         """
-        self.owner.check()
-        if self.here:
-            raise RuntimeError("a callback of the synchronous client must not wait for the client: use another thread")
-        if not self._thread.is_alive():
-            raise errors.ClientClosed("the client has been closed", reason="CLIENT_CLOSED")
+        self._check()
         tasks: list[asyncio.Task[T]] = []
         outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -87,6 +95,42 @@ class _Loop:
         except BaseException:
             if not outcome.done() or outcome.exception() is None:
                 self.call_soon(give_up)
+            raise
+
+    def run_in_order(self, work: Callable[[], Coroutine[Any, Any, None]], stop: Callable[[], object]) -> None:
+        """Runs a coroutine that can be asked to stop, and waits for its end also when this thread is interrupted. A
+        second interrupt cancels it."""
+        tasks: list[asyncio.Task[None]] = []
+
+        async def tracked() -> None:
+            tasks.append(asyncio.ensure_future(work()))
+            await asyncio.wait(tasks)
+            with suppress(asyncio.CancelledError):
+                tasks[0].result()
+
+        def start() -> None:
+            self._loop.create_task(tracked()).add_done_callback(over)
+
+        def over(task: asyncio.Task[None]) -> None:
+            if task.cancelled():
+                ended.set_result(None)  # the client was closed, and so has ended it
+            else:
+                _hand_over(ended, task)
+
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._check()
+        self.call_soon(start)
+        try:
+            ended.result()
+        except BaseException:
+            if ended.done():
+                raise
+            self.call_soon(stop)
+            try:
+                ended.result()
+            except BaseException:
+                self.call_soon(lambda: [task.cancel() for task in tasks])
+                raise
             raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
@@ -204,6 +248,10 @@ class SyncAttempt:
         return repr(self._attempt)
 
 
+async def _run_now(function: Callable[[], T]) -> T:
+    return function()
+
+
 def _give_up(result: BeginResult) -> None:
     if isinstance(result, Attempt):
         result._give_up()
@@ -223,13 +271,21 @@ class SyncClient:
     # ---- life --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends everything, after bodies under leases in other threads have ended: only then are these given back."""
+        """Ends everything, after bodies under leases in other threads have ended: only then are these given back.
+
+        Handlers of jobs are told to end (``run.cancelled``) and waited for, up to 30 s.
+        """
         if not self._loop.owner.here:
             return  # the parent's
+        worker = self._client._worker
+        if worker.handlers.here:
+            raise RuntimeError("close() was called inside a handler of this client: leave it first")
         with self._bodies:
             if threading.current_thread() in self._running.values():
                 raise RuntimeError("close() was called inside the body of a lease of this client: leave the body first")
             self._closing = True
+            with suppress(RuntimeError):  # closed before
+                self._loop.call_soon(worker.begin_close)
             while self._running:
                 self._bodies.wait()
         self._end(None)
@@ -268,6 +324,128 @@ class SyncClient:
     @property
     def tenant(self) -> str:
         return self._client.tenant
+
+    # ---- jobs --------------------------------------------------------------------------------------------------
+
+    def job(self, name: str, *, replace: bool = False, **define: Unpack[JobOptions]) -> JobDecorator:
+        """Decorator: the function is the handler of a job; ``client.work()`` then serves it. See `Client.job`.
+
+        The handler runs in a thread of its own, one for each run, and gets a `SyncRun`. A thread cannot be cancelled:
+        it must look at ``run.cancelled`` (or call ``run.raise_if_cancelled()``) before each step that matters.
+        """
+        decorator = self._client.job(name, replace=replace, **define)
+
+        def register(function: Callable[..., Any]) -> None:
+            if is_async(function):
+                raise TypeError("a coroutine function needs the asynchronous client: tenure.connect()")
+            self._loop.run(lambda: _run_now(lambda: decorator(function)))
+
+        return JobDecorator(register)
+
+    def work(self, *, slots: int = 1, finish_timeout: float = FINISH_TIMEOUT) -> None:
+        """Serves the jobs that have handlers, until `stop_work` or `close` is called in another thread (or a handler
+        calls `stop_work`), or this thread is interrupted (KeyboardInterrupt). Ends in order, as `Client.work` does; an
+        interrupt is raised again at the end, and a second one ends it at once.
+        """
+        self._loop.run_in_order(
+            lambda: self._client.work(slots=slots, finish_timeout=finish_timeout), self._client.stop_work
+        )
+
+    def stop_work(self) -> None:
+        """Lets `work` end in order. From any thread; harmless when nothing works."""
+        self._loop.owner.check()
+        with suppress(RuntimeError):  # the client is closed
+            self._loop.call_soon(self._client.stop_work)
+
+    def apply_job(
+        self,
+        name: str,
+        *,
+        expected_revision: int | None = None,
+        actor: str | None = None,
+        timeout: float | None = None,
+        **define: Unpack[JobOptions],
+    ) -> int:
+        """Creates or changes a job; returns its revision. See `Client.apply_job`."""
+        return self._loop.run(
+            lambda: self._client.apply_job(
+                name, expected_revision=expected_revision, actor=actor, timeout=timeout, **define
+            )
+        )
+
+    def get_job(self, name: str, *, timeout: float | None = None) -> JobInfo:
+        """The job as it is now (linearizable). Raises NotFound."""
+        return self._loop.run(lambda: self._client.get_job(name, timeout=timeout))
+
+    def trigger_job(
+        self,
+        name: str,
+        *,
+        payload: bytes | str | None = None,
+        reason: str = TRIGGER_REASON,
+        actor: str | None = None,
+        timeout: float | None = None,
+    ) -> OccurrenceInfo:
+        """Runs a job now, by its overlap policy: the answer may say that it was skipped."""
+        return self._loop.run(
+            lambda: self._client.trigger_job(name, payload=payload, reason=reason, actor=actor, timeout=timeout)
+        )
+
+    def preview_job(
+        self, name: str, *, count: int = 10, after: datetime | None = None, timeout: float | None = None
+    ) -> list[datetime]:
+        """The next due times of a job, in UTC."""
+        return self._loop.run(lambda: self._client.preview_job(name, count=count, after=after, timeout=timeout))
+
+    def occurrences(
+        self, job: str, *, limit: int = 100, held_only: bool = False, timeout: float | None = None
+    ) -> list[OccurrenceInfo]:
+        """The last occurrences of a job that are kept, the newest first, without their results."""
+        return self._loop.run(lambda: self._client.occurrences(job, limit=limit, held_only=held_only, timeout=timeout))
+
+    def explain(
+        self, job: str, due: datetime | None = None, *, timeout: float | None = None
+    ) -> tuple[Sequence[OccurrenceInfo], str]:
+        """What became of a due time (None: the last one), and in words why nothing did, or what it waits for."""
+        return self._loop.run(lambda: self._client.explain(job, due, timeout=timeout))
+
+    # ---- switches ----------------------------------------------------------------------------------------------
+
+    def switch_state(self, job: str | None = None) -> SwitchState:
+        """Whether work (of a job, or of the whole tenant) may go on, as far as this client knows. See `Client`."""
+        return self._loop.run(lambda: _run_now(lambda: self._client.switch_state(job)))
+
+    def set_switch(
+        self,
+        mode: str,
+        reason: str,
+        *,
+        job: str | None = None,
+        fleet: bool = False,
+        actor: str | None = None,
+        expires_after: float | None = None,
+        timeout: float | None = None,
+    ) -> SwitchInfo:
+        """Puts a switch in force: ``mode`` pause, drain or kill; for a job, the fleet, or else this tenant."""
+        return self._loop.run(
+            lambda: self._client.set_switch(
+                mode, reason, job=job, fleet=fleet, actor=actor, expires_after=expires_after, timeout=timeout
+            )
+        )
+
+    def clear_switch(
+        self,
+        switch_id: str,
+        reason: str,
+        *,
+        fleet: bool = False,
+        actor: str | None = None,
+        timeout: float | None = None,
+    ) -> SwitchInfo:
+        """Ends a switch of this tenant or its jobs (or of the fleet). Nothing that it suppressed is run."""
+        return self._loop.run(
+            lambda: self._client.clear_switch(switch_id, reason, fleet=fleet, actor=actor, timeout=timeout)
+        )
 
     # ---- leases ------------------------------------------------------------------------------------------------
 
