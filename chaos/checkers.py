@@ -55,6 +55,7 @@ class Checkers:
         self.acks = 0
         self.reads = 0
         self.elections = 0
+        self.led_us = 0  # when the last leader began
         self.doomed_voters: dict[str, Callable[[str], None]] = {}  # a fault that waits for a vote
         self.expected_stops: list[str] = []
         self._leaders: dict[int, str] = {}
@@ -143,6 +144,7 @@ class Checkers:
             self.violation("election-safety", host, f"{known} and {host} both lead term {term}")
         self._leaders[term] = host
         self.elections += 1
+        self.led_us = self.world.now_us
         if self.world.calm is False and len(self._leaders) > 1:
             self.world.reach("leader replaced")
         self.world.note(host, f"leads term {term}")

@@ -226,6 +226,7 @@ class Faults:
         clock = next(iter(self._world.hosts.values())).clock
         wrong_s = 0 if self._world.chance(250) else self._world.between(-7_200, 7_200)
         clock.set_wall(self._world.epoch_us + self._world.now_us + wrong_s * SECOND)
+        self._world.wall_changed_us = self._world.now_us
         self._world.note("fault", f"the first machine's wall clock is wrong by {wrong_s} s")
 
     def _wall_step_all(self) -> None:

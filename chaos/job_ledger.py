@@ -4,7 +4,8 @@ The history is read by rules of its own (``due_times``, whether a settlement fit
 the machine's tables. Only at the end of a run are the tables compared with it.
 
 Due times: ``due-lost``, ``due-doubled``, ``due-invented`` (each due time of each job, while its schedule was in force,
-is in exactly one occurrence or missed range), ``fired-early``, ``stalled`` (liveness).
+is in exactly one occurrence or missed range), ``fired-early``, ``silenced`` (a schedule begins hours from now),
+``stalled`` (liveness).
 Occurrences: ``created-twice``, ``outcome-changed``, ``ran-after-end``, ``ended-while-running``, ``history`` (the tables
 say something else), ``stuck`` (liveness).
 Runs: ``overlap``, ``run-token``, ``start-rate``, ``late-start``, ``attempts``, ``shadow-run``, ``wrong-worker``,
@@ -53,6 +54,8 @@ OPEN = ("pending", "running", "retrying")
 # An agent that was told nothing acts on a run for at most this long after a kill: see the agents' rules.
 STALENESS_US = 1_500_000
 _SLACK_US = 50_000
+# After an election, or after a clock was set, all know of each other's clocks by then.
+_MEASURED_US = 1_500_000
 
 JobKey = tuple[str, str]
 OccurrenceKey = tuple[str, str, int, int]
@@ -197,6 +200,7 @@ class JobLedger:
                 self.violation("created-twice", host, f"job {event.subject}")
             spec = _spec_of(command, key)
             self.jobs[key] = JobLife({1: spec}, 1, stamp.wall_ms, self._world.now_us)
+            self._not_silenced(host, key, stamp.wall_ms)
             return
         assert life is not None, f"{event.subject} is no job"
         spec = life.specs[_target(command, life)] if isinstance(command, RollbackJob) else _spec_of(command, key)
@@ -206,8 +210,19 @@ class JobLedger:
             self.reach("schedule edited")
             self._nothing_due(host, key, life, stamp.wall_ms, "another schedule")
             life.settled_ms = max(life.settled_ms, stamp.wall_ms)
+            self._not_silenced(host, key, stamp.wall_ms)
         life.revision = event.sequence
         life.specs[life.revision] = spec
+
+    def _not_silenced(self, host: str, key: JobKey, from_ms: int) -> None:
+        """A schedule counts from now on, not from a time that a wrong clock shows; once it is known to be wrong."""
+        limit_ms = self._world.wall_error_max_ms
+        ahead_ms = from_ms - self._world.true_wall_ms()
+        unknown_us = max(self._checkers.led_us, self._world.wall_changed_us) + _MEASURED_US
+        if limit_ms and ahead_ms > limit_ms:
+            self.reach("schedule begins at a wrong time")
+        if limit_ms and ahead_ms > limit_ms and self._world.now_us > unknown_us:
+            self.violation("silenced", host, f"nothing of {key[1]} is due for {ahead_ms} ms")
 
     def _job_deleted(self, host: str, stamp: Stamp, event: Event) -> None:
         key = (event.tenant, event.subject)

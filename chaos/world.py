@@ -254,6 +254,7 @@ class World:
         self.epoch_us = 1_700_000_000 * SECOND  # the true wall time at which the world begins
         # By how much a majority of wall clocks is wrong at the most; 0: nobody knows.
         self.wall_error_max_ms = 0
+        self.wall_changed_us = 0  # when a fault set one the last time
         self.trace: deque[str] = deque(maxlen=None if verbose else _TRACE_LINES_KEPT)
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = 0

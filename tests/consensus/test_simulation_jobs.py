@@ -273,6 +273,11 @@ def _settled_before_its_time(h: History) -> None:
     h.settle(3, 1, 2, 3)
 
 
+def _begins_hours_from_now(h: History) -> None:
+    h.world.epoch_us, h.world.wall_error_max_ms = WALL_MS * 1_000 - 20 * SECOND, 12_000
+    h.job(wall_ms=WALL_MS + 3_600_000)
+
+
 def _created_again(h: History) -> None:
     h.job()
     h.trigger()
@@ -452,6 +457,7 @@ def _an_effect_after_the_success(h: History) -> None:
         (_an_edit_over_due_times, "due-lost"),
         (_a_deletion_over_due_times, "due-lost"),
         (_settled_before_its_time, "fired-early"),
+        (_begins_hours_from_now, "silenced"),
         (_created_again, "created-twice"),
         (_two_outcomes, "outcome-changed"),
         (_a_failure_that_is_resolved, "outcome-changed"),
@@ -603,6 +609,12 @@ def test_a_plan_that_forgets_a_due_time_is_caught(monkeypatch: pytest.MonkeyPatc
 def test_a_leader_that_trusts_its_clock_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_distrust", lambda self, now_s: "")
     assert caught({"fired-early"}, 10, "jobs-wrong-clock")
+
+
+def test_a_leader_that_stamps_a_wrong_time_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "wall_ms", lambda self: self._clock.wall_ms())
+    monkeypatch.setattr(Scheduler, "_hand_over", lambda self, offsets: None)
+    assert caught({"silenced"}, 30, "jobs-wrong-clock")
 
 
 def test_an_occurrence_that_is_assigned_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
