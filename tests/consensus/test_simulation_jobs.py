@@ -611,10 +611,28 @@ def test_a_leader_that_trusts_its_clock_is_caught(monkeypatch: pytest.MonkeyPatc
     assert caught({"fired-early"}, 10, "jobs-wrong-clock")
 
 
-def test_a_leader_that_stamps_a_wrong_time_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "wall_ms", lambda self: self._clock.wall_ms())
+def create_under_a_wrong_clock(world: World) -> None:
+    """The leader's clock is an hour ahead; two seconds later a job is created there."""
+
+    def set_clock() -> None:
+        leader = next(host for host in world.hosts.values() if host.process and host.process.is_leader())
+        leader.clock.set_wall(leader.clock.wall_us() + 3_600 * SECOND)
+        world.wall_changed_us, world.wall_error_max_ms = world.now_us, 12_000
+        definition = JobDefinition(tenant="sim", name="plain99", spec=SPEC)
+        command = ApplyJobs(jobs=(definition,), actor="a")
+        process: Any = leader.process
+        world.after(2 * SECOND, lambda: leader.enter(lambda: process.submit(command, None, 5_000, lambda _: None)))
+
+    world.after(6 * SECOND, set_clock)
+
+
+def test_a_leader_that_stays_with_a_wrong_clock_stamps_the_time_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_hand_over", lambda self, offsets: None)
-    assert caught({"silenced"}, 30, "jobs-wrong-clock")
+    found = {each.kind for each in simulate(QUIET_JOBS, 1, script=create_under_a_wrong_clock).violations}
+    assert "silenced" not in found
+    monkeypatch.setattr(Scheduler, "wall_ms", lambda self: self._clock.wall_ms())
+    found = {each.kind for each in simulate(QUIET_JOBS, 1, script=create_under_a_wrong_clock).violations}
+    assert "silenced" in found
 
 
 def test_an_occurrence_that_is_assigned_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
