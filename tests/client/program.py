@@ -10,9 +10,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 
 import tenure
 
@@ -34,6 +36,64 @@ async def begin(address: str, key: str, on_owner_loss: str) -> None:
         await client.begin(key, on_owner_loss="unknown" if on_owner_loss == "unknown" else "retry")
         say("begun")
         await asyncio.Event().wait()
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------
+
+EACH_SECOND: tenure.JobOptions = {
+    "owner": "tests",
+    "runbook_url": "https://runbooks.test/tick",
+    "schedule": timedelta(seconds=1),
+    "overlap_policy": "allow",
+    "concurrent_max": 10,
+}
+
+
+async def serve(address: str, job: str) -> None:
+    """Serves a job. The first attempt stores a checkpoint and hangs; the next one says what it was given, and ends."""
+    async with tenure.connect(address) as client:
+
+        @client.job(job)
+        async def handler(run: tenure.Run) -> None:
+            say("run", run.attempt, (run.last_checkpoint or b"none").decode())
+            if run.attempt == 1:
+                await run.checkpoint("half")
+                say("stored")
+                await asyncio.Event().wait()
+
+        await client.work()
+
+
+def serve_forked(address: str, job: str, file: str, workers: str) -> None:
+    """Forked workers that all define and serve one job: each run appends its due time to a file."""
+
+    def worker() -> None:
+        # The children are ended with their parent: each of them reads from a pipe that only the parent holds open.
+        os.close(write_end)
+        signal.alarm(0)
+        with tenure.connect_sync(address) as client:
+
+            @client.job(job, **EACH_SECOND)
+            def handler(run: tenure.SyncRun) -> None:
+                line = f"{run.due_wall_ms}\n".encode()
+                out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                os.write(out, line)
+                os.close(out)
+
+            def until_told() -> None:
+                os.read(read_end, 1)
+                client.stop_work()
+
+            threading.Thread(target=until_told, daemon=True).start()
+            client.work()
+
+    read_end, write_end = os.pipe()
+    children = [in_child(worker) for _ in range(int(workers))]
+    os.close(read_end)
+    say("forked")
+    sys.stdin.readline()
+    os.close(write_end)
+    say(*[reap(pid, 60.0) for pid in children])
 
 
 # ---- forks -----------------------------------------------------------------------------------------------------
@@ -194,6 +254,8 @@ def fork_multiprocessing(address: str) -> None:
 PROGRAMS: dict[str, Callable[..., object]] = {
     "hold": hold,
     "begin": begin,
+    "serve": serve,
+    "serve-forked": serve_forked,
     "fork-sync": fork_sync,
     "fork-async": fork_async,
     "fork-first": fork_first,
