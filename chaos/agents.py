@@ -11,10 +11,11 @@ Each agent is a generator, so that its life reads from top to bottom: it yields 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chaos.core import TENANT, Belief, CoreProcess, Ledger, is_expired
-from chaos.world import MILLISECOND, SECOND, Host, HostClock, HostState, World
+from chaos.profiles import MILLISECOND, SECOND
+from chaos.world import Host, HostClock, HostState, World
 from sidecar.core.commands import (
     AcquireLease,
     AttachSession,
@@ -47,9 +48,6 @@ from sidecar.core.commands import (
 from sidecar.core.events import Event, Kind
 from sidecar.proposer import Failed
 
-if TYPE_CHECKING:
-    from chaos.simulation import Simulation
-
 LEASES = ("report", "mail", "index")
 _LOCAL_US = (100, 3_000)  # between an agent and a sidecar, one way
 _CALL_TIMEOUT_MS = 1_500
@@ -70,9 +68,9 @@ class SessionOver(Exception):
 
 
 class Agent:
-    def __init__(self, world: World, name: str, tenant: str = TENANT) -> None:
+    def __init__(self, world: World, ledger: Ledger, name: str, tenant: str = TENANT) -> None:
         self._world = world
-        self._ledger: Ledger = world.ledger
+        self._ledger = ledger
         self.name = name
         self._tenant = tenant
         self._clock = HostClock(world, world.between(1, 1_000_000) * MILLISECOND, 0)
@@ -638,8 +636,7 @@ class Reader:
         self.start()
 
 
-def populate(simulation: Simulation) -> None:
-    world = simulation.world
-    for number in range(simulation.shape.clients + simulation.shape.agents):
-        Agent(world, f"a{number + 1}").start()
+def populate(world: World, ledger: Ledger) -> None:
+    for number in range(world.shape.clients + world.shape.agents):
+        Agent(world, ledger, f"a{number + 1}").start()
     Reader(world).start()

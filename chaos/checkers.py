@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from chaos.disk import LogImage
-    from chaos.world import World
-    from sidecar.consensus.ports import Entry
+from chaos.images import LogImage
+from chaos.timeline import Timeline
+from sidecar.consensus.ports import Entry
 
 LIVENESS = ("no-convergence", "leak", "storm")
 CODE = ("code-crash", "stopped")
@@ -47,7 +46,7 @@ class Committed(NamedTuple):
 class Checkers:
     """One instance per run. Each kind of violation is recorded once, with the first place where it showed."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Timeline) -> None:
         self.world = world
         self.violations: dict[str, Violation] = {}
         self.counts: dict[str, int] = {}

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from chaos.disk import SimLogStore
+from chaos.job_ledger import JobLedger
 from chaos.process import NodeProcess, check_copies, entry_bytes_max
+from chaos.profiles import Shape
+from chaos.world import Host, World
 from sidecar.consensus.ports import Role
 from sidecar.core.commands import (
     AcquireLease,
@@ -44,11 +47,6 @@ from sidecar.core.machine import Machine
 from sidecar.proposer import Done, Failed, Proposer, ProposerSettings
 from sidecar.proposer.batches import decode_batch
 from sidecar.scheduling.scheduler import Scheduler, SchedulerSettings
-
-if TYPE_CHECKING:
-    from chaos.job_ledger import JobLedger
-    from chaos.profiles import Shape
-    from chaos.world import Host, World
 
 TENANT = "sim"
 _DIGEST_EVERY = 16  # a digest encodes the whole state
@@ -309,7 +307,8 @@ class Alarm:
 class CoreProcess(NodeProcess):
     """One simulated sidecar without its gRPC shell: node, proposer, machine."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, ledger: Ledger) -> None:
+        self._ledger = ledger
         self.clock = host.clock
         self.machine = ObservedMachine(limits_of(host.world.shape))
         self._applied_index = 0
@@ -340,7 +339,7 @@ class CoreProcess(NodeProcess):
         self._applied_index = index
         batch, self.machine.batch = self.machine.batch, []
         items = len(decode_batch(payload).items)
-        self._world.ledger.applied(self._host.name, index, items, batch)
+        self._ledger.applied(self._host.name, index, items, batch)
 
     def role_changed(self, role: Role, term: int) -> None:
         self._tell_role(role, term, self._store.image)
@@ -356,7 +355,7 @@ class CoreProcess(NodeProcess):
             if self.unanswered.pop(number, None) is None:
                 self._world.checkers.violation("answered-twice", self._host.name, f"{command}: {outcome}")
             if not isinstance(outcome, Failed):
-                self._world.ledger.told(self._host.name, command, key, outcome)
+                self._ledger.told(self._host.name, command, key, outcome)
             if not isinstance(outcome, Failed | Refused):
                 self._world.checkers.acks += 1
                 self._world.checkers.known(getattr(outcome, "revision", 0))

@@ -9,31 +9,31 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from chaos.world import SimCrash
+from chaos.checkers import Checkers
+from chaos.images import LogImage, Operation
+from chaos.timeline import Timeline
 from sidecar.consensus.ports import Entry, SnapshotMeta, SnapshotRefused, StoreError
-
-if TYPE_CHECKING:
-    from chaos.checkers import Checkers
-    from chaos.world import World
-
-Operation = tuple[str, object]
 
 NO_SPACE = "no space left on the device"
 _INCOMING = "incoming.tmp"
 
 
+class SimCrash(BaseException):
+    """The process ends here, in the middle of whatever it did. Not an ``Exception``: no handler may swallow it."""
+
+
 class Volume(Protocol):
     """What a kind of process keeps on a disk: it knows what a crash leaves of itself."""
 
-    def crash(self, world: World, *, power: bool) -> None: ...
+    def crash(self, world: Timeline, *, power: bool) -> None: ...
 
 
 class Disk:
     """One machine's disk: the volume on it, its speed, its faults."""
 
-    def __init__(self, world: World, host: str, volume: Volume) -> None:
+    def __init__(self, world: Timeline, host: str, volume: Volume) -> None:
         self.world = world
         self.host = host
         self.volume = volume
@@ -68,61 +68,6 @@ class Disk:
         self.volume.crash(self.world, power=power)
 
 
-class LogImage:
-    """The content of a log store: what one sees of it in memory, or what of it is durable."""
-
-    def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.bytes = 0
-        self.term = 0
-        self.vote: str | None = None
-        self.commit_index = 0
-        self.snapshot: SnapshotMeta | None = None
-        self.amnesiac_term: int | None = None
-        self.incarnation = 0
-        self.created = False
-
-    def copy(self) -> LogImage:
-        twin = LogImage()
-        twin.__dict__.update(self.__dict__)
-        twin.entries = list(self.entries)
-        return twin
-
-    def apply(self, operation: Operation) -> None:
-        kind, value = operation
-        if kind == "append":
-            assert isinstance(value, Entry)
-            self.entries.append(value)
-            self.bytes += len(value.command)
-        elif kind == "truncate_from":
-            assert isinstance(value, int)
-            self.bytes -= sum(len(entry.command) for entry in self.entries[value:])
-            del self.entries[value:]
-        elif kind == "truncate_to":
-            assert isinstance(value, int)
-            self.bytes -= sum(len(entry.command) for entry in self.entries[:value])
-            del self.entries[:value]
-        elif kind == "reset":
-            assert isinstance(value, list)
-            self.entries = list(value)
-            self.bytes = sum(len(entry.command) for entry in self.entries)
-        elif kind == "term":
-            assert isinstance(value, tuple)
-            self.term, self.vote = value
-        else:
-            setattr(self, kind, value)
-
-    def covers(self, index: int, term: int) -> bool:
-        """Whether this store holds the committed entry (index, term), itself or inside its snapshot."""
-        if not self.entries:
-            return False
-        first = self.entries[0].index
-        if index < first:
-            return True
-        position = index - first
-        return position < len(self.entries) and self.entries[position].term == term
-
-
 class LogVolume:
     """The files of one node of ours: the durable image of its log store, what is queued behind it, and snapshots."""
 
@@ -140,7 +85,7 @@ class LogVolume:
         held = self.durable.amnesiac_term != 0 and self.durable.covers(index, term)
         return held or any(image.covers(index, term) for image in self.lost)
 
-    def crash(self, world: World, *, power: bool) -> None:
+    def crash(self, world: Timeline, *, power: bool) -> None:
         kept = len(self.queued) if self.ideal and not power else world.between(0, len(self.queued))
         if self.queued:
             world.note(self.host, f"{kept} of {len(self.queued)} queued changes survive")
@@ -171,7 +116,8 @@ class LogVolume:
 class SimLogStore:
     """The port ``LogStore`` in memory, one per life of a process."""
 
-    def __init__(self, disk: Disk, volume: LogVolume, checkers: Checkers) -> None:
+    def __init__(self, disk: Disk, volume: LogVolume, checkers: Checkers, wall_ms: int) -> None:
+        """``wall_ms``: the time by the machine's clock, now that the store is opened."""
         self._disk = disk
         self._volume = volume
         self._checkers = checkers
@@ -181,7 +127,6 @@ class SimLogStore:
         volume.durable.created = True
         # Durable before anything else happens, as the port demands. By the wall clock, like the real one: a new store
         # must be ahead of the lives of a disk that was lost.
-        wall_ms = disk.world.hosts[disk.host].clock.wall_ms()
         volume.durable.incarnation = max(volume.durable.incarnation + 1, wall_ms)
         self.image = volume.durable.copy()
         checkers.store_opened(disk.host, self.image)
@@ -266,7 +211,7 @@ class SimLogStore:
         self._change("snapshot", meta)
 
     def set_amnesiac_term(self, term: int | None) -> None:
-        if term != 0 and self.image.amnesiac_term == 0 and self._disk.world.checkers.acks:
+        if term != 0 and self.image.amnesiac_term == 0 and self._checkers.acks:
             self._disk.world.reach("empty node admitted as a voter")
         self._change("amnesiac_term", term)
 

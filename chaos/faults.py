@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from chaos.disk import NO_SPACE, LogVolume
-from chaos.world import MILLISECOND, SECOND, HostState
-
-if TYPE_CHECKING:
-    from chaos.world import Host, World
+from chaos.profiles import MILLISECOND, SECOND
+from chaos.world import Host, HostState, World
 
 Direction = tuple[str, str]
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from chaos.due_times import due_times
+from chaos.world import World
 from sidecar.core.commands import (
     ApplyJobs,
     CheckpointRun,
@@ -42,12 +43,9 @@ from sidecar.core.commands import (
     SwitchMode,
 )
 from sidecar.core.events import Event, Kind
+from sidecar.core.machine import Machine
 from sidecar.core.occurrences import is_canary
 from sidecar.core.specification import Delivery, JobSpec, Mode, Overlap
-
-if TYPE_CHECKING:
-    from chaos.world import World
-    from sidecar.core.machine import Machine
 
 PARTS = 3  # of the effect of an occurrence
 OPEN = ("pending", "running", "retrying")

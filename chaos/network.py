@@ -12,13 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from chaos.world import HostState
-
-if TYPE_CHECKING:
-    from chaos.profiles import Shape
-    from chaos.world import Host, World
+from chaos.profiles import Shape
+from chaos.world import Host, HostState, World
 
 _OPEN = object()
 _CLOSE_RESET = object()

@@ -10,11 +10,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from chaos.agents import Agent, Reader, Step
-from chaos.core import TENANT, CoreProcess
+from chaos.core import TENANT, CoreProcess, Ledger
 from chaos.due_times import due_times
-from chaos.job_ledger import JobKey, JobLedger
+from chaos.job_ledger import JobKey
+from chaos.profiles import MILLISECOND, SECOND
 from chaos.workers import Worker
-from chaos.world import MILLISECOND, SECOND, World
+from chaos.world import World
 from sidecar.core.commands import (
     ApplyJobs,
     BackfillJob,
@@ -131,8 +132,8 @@ class SpecMaker:
 class Operator(Agent):
     """All of them. Knows what it was told, and looks at the tables of the sidecar it talks to."""
 
-    def __init__(self, world: World, name: str, jobs: list[JobKey]) -> None:
-        super().__init__(world, name)
+    def __init__(self, world: World, ledger: Ledger, name: str, jobs: list[JobKey]) -> None:
+        super().__init__(world, ledger, name)
         self._jobs = jobs
         self._maker = SpecMaker(world)
         self._switches: list[tuple[str, str]] = []  # tenant and id of all that this operator has set
@@ -336,19 +337,20 @@ def _unknown(machine: Machine, tenant: str, job: str) -> list[Any]:
 class JobPopulation:
     """All who live in a world with jobs."""
 
-    def __init__(self, world: World, ledger: JobLedger) -> None:
+    def __init__(self, world: World, ledger: Ledger) -> None:
         shape = world.shape
         names = [f"{_KINDS[number % len(_KINDS)]}{number}" for number in range(shape.job_count)]
         jobs = [(TENANTS[number % 3 == 2], name) for number, name in enumerate(names)]
-        self._ledger = ledger
-        self._operators = [Operator(world, f"o{number + 1}", jobs[number::2]) for number in range(min(2, len(jobs)))]
+        self._operators = [
+            Operator(world, ledger, f"o{number + 1}", jobs[number::2]) for number in range(min(2, len(jobs)))
+        ]
         self._workers: list[Worker] = []
         for number in range(shape.workers):
             tenant = TENANTS[number % 3 == 2]
             served = tuple(name for owner, name in jobs if owner == tenant)
             patterns = served if world.chance(500) else ("*",)
-            self._workers.append(Worker(world, f"w{number + 1}", tenant, patterns, ledger))
-        self._others = [Agent(world, f"a{number + 1}") for number in range(shape.agents)]
+            self._workers.append(Worker(world, ledger, f"w{number + 1}", tenant, patterns))
+        self._others = [Agent(world, ledger, f"a{number + 1}") for number in range(shape.agents)]
         self._world = world
 
     def start(self) -> None:

@@ -8,19 +8,16 @@ the next turn no earlier. ``RegisterProcess`` runs the small register applicatio
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from chaos.disk import LogImage, LogVolume, SimLogStore, SimSnapshotStore
+from chaos.checkers import Checkers
+from chaos.disk import LogVolume, SimLogStore, SimSnapshotStore
+from chaos.images import LogImage
 from chaos.register import RegisterApplication
-from chaos.world import Host, ProcessStopped
+from chaos.world import Host, ProcessStopped, World
 from sidecar.consensus.messages import Append, Vote, VoteRequest, decode
 from sidecar.consensus.node import Node, NodeSettings, Turn
 from sidecar.consensus.ports import Application, PeerEvents, Role, StoreError
-
-if TYPE_CHECKING:
-    from chaos.checkers import Checkers
-    from chaos.world import World
-
 
 _VOTES_ARE_SHORTER = 100  # bytes
 
@@ -81,7 +78,7 @@ class NodeRunner:
         volume = host.disk.volume
         assert isinstance(volume, LogVolume)
         self.volume = volume
-        self.store = SimLogStore(host.disk, volume, world.checkers)
+        self.store = SimLogStore(host.disk, volume, world.checkers, host.clock.wall_ms())
         self.snapshots = SimSnapshotStore(host.disk, volume)
         self._turning = False
         self._wake_at_us: int | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from chaos.world import MILLISECOND, SECOND
+MILLISECOND = 1_000
+SECOND = 1_000_000
 
 Range = tuple[int, int]
 

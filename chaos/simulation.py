@@ -19,11 +19,12 @@ from chaos.checkers import Checkers, Violation
 from chaos.disk import Disk, LogVolume, Volume
 from chaos.faults import Faults
 from chaos.network import Network
-from chaos.profiles import PROFILES, Profile, Shape
+from chaos.profiles import MILLISECOND, PROFILES, SECOND, Profile, Shape
 from chaos.workload import RegisterClient
-from chaos.world import MILLISECOND, SECOND, Host, HostClock, HostState, Process, World
+from chaos.world import Host, HostClock, HostState, Process, World
 
 if TYPE_CHECKING:
+    from chaos.core import Ledger
     from chaos.operators import JobPopulation
 
 EXIT_CLEAN, EXIT_SAFETY, EXIT_USAGE, EXIT_LIVENESS, EXIT_CODE = 0, 1, 2, 3, 4
@@ -73,6 +74,7 @@ class Simulation:
         self.world.network = Network(self.world, self.shape)
         self.world.checkers = Checkers(self.world)
         self.core = self.shape.application in ("core", "jobs")
+        self.ledger: Ledger | None = None  # of the applications core and jobs
         self.population: JobPopulation | None = None
         self._set_epoch()
         boot = self._boot()
@@ -113,9 +115,10 @@ class Simulation:
 
             return StockProcess
         if self.core:
-            from chaos.core import CoreProcess
+            from chaos.core import CoreProcess, Ledger
 
-            return CoreProcess
+            ledger = self.ledger = Ledger(self.world)
+            return lambda host: CoreProcess(host, ledger)
         from chaos.process import RegisterProcess
 
         return RegisterProcess
@@ -137,18 +140,17 @@ class Simulation:
 
     def _populate_with_agents(self) -> None:
         from chaos.agents import populate
-        from chaos.core import Ledger
 
-        self.world.ledger = Ledger(self.world)
+        assert self.ledger is not None
         self.world.documents = {}
         if self.shape.application == "core":
-            populate(self)
+            populate(self.world, self.ledger)
             return
         from chaos.job_ledger import JobLedger
         from chaos.operators import JobPopulation
 
-        self.world.ledger.jobs = JobLedger(self.world)
-        self.population = JobPopulation(self.world, self.world.ledger.jobs)
+        self.ledger.jobs = JobLedger(self.world)
+        self.population = JobPopulation(self.world, self.ledger)
         self.population.start()
 
     def _heal(self) -> None:
@@ -201,8 +203,8 @@ class Simulation:
 
     def _end_of_jobs(self, population: JobPopulation) -> None:
         """What is due is dealt with; then, with nothing due any more, every occurrence comes to its end."""
-        world, ledger = self.world, self.world.ledger.jobs
-        assert ledger is not None
+        assert self.ledger is not None and self.ledger.jobs is not None
+        world, ledger = self.world, self.ledger.jobs
         wall_ms = world.true_wall_ms()
         if not self._within(30 * SECOND, lambda: not ledger.unsettled(wall_ms)):
             world.checkers.violation("stalled", "world", f"not settled 30 s later: {ledger.unsettled(wall_ms)[:5]}")
@@ -233,9 +235,10 @@ class Simulation:
             level = len({process.applied_index() for process in processes}) == 1
             if len(processes) == len(self.world.hosts) and level and not any(leftovers):
                 self._compare()
-                if self.world.ledger.jobs is not None:
-                    for process in processes:
-                        self.world.ledger.jobs.compare("world", process.machine)
+                jobs = None if self.ledger is None else self.ledger.jobs
+                for process in processes:
+                    if jobs is not None:
+                        jobs.compare("world", process.machine)
                 return
             counts = next((each for each in leftovers if each), counts)
         self.world.checkers.violation("leak", "world", f"40 s after the last agent had gone: {counts}")

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pysyncobj.pickle as library_pickle
 import pysyncobj.syncobj as library
@@ -22,11 +22,13 @@ from pysyncobj.node import Node as LibraryNode
 from pysyncobj.syncobj import SyncObj, replicated
 from pysyncobj.transport import Transport
 
-from chaos.world import MILLISECOND, Host, SimCrash, World
+from chaos.checkers import Checkers
+from chaos.disk import Disk, SimCrash
+from chaos.images import LogImage
+from chaos.profiles import MILLISECOND
+from chaos.timeline import Timeline
+from chaos.world import Host
 from sidecar.consensus.ports import Entry
-
-if TYPE_CHECKING:
-    from chaos.disk import Disk, LogImage
 
 Record = tuple[bytes, int, int]  # command, index, term
 
@@ -75,7 +77,7 @@ def library_in_the_world() -> Iterator[None]:
         "random": SimpleNamespace(random=_NOW.random),
         "os": SimpleNamespace(path=SimpleNamespace(isfile=_NOW.isfile)),
         "createPoller": lambda _: _NoPoller(),
-        "createJournal": lambda _: JournalModel(_NOW.host.disk),
+        "createJournal": lambda _: JournalModel(_NOW.host.disk, _NOW.host.world.checkers),
         "Serializer": SerializerModel,
         "PIPE_NOTIFIER_ENABLED": False,
     }
@@ -110,7 +112,7 @@ class StockVolume:
     def written_back(self) -> None:
         self._older.clear()
 
-    def crash(self, world: World, *, power: bool) -> None:
+    def crash(self, world: Timeline, *, power: bool) -> None:
         if not power or not self._older:
             return
         # The two files are written back independently of each other.
@@ -124,8 +126,8 @@ class JournalModel:
     """The semantics of the library's FileJournal: the header is moved with each record, a deletion from the front
     clears the file and adds the rest again one by one, the meta file is replaced at each vote."""
 
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
+    def __init__(self, disk: Disk, checkers: Checkers) -> None:
+        self._disk, self._checkers = disk, checkers
         volume = disk.volume
         assert isinstance(volume, StockVolume)
         self.volume = volume
@@ -141,7 +143,7 @@ class JournalModel:
     def add(self, command: bytes, index: int, term: int, label: str = "journal: add") -> None:
         record = (command, index, term)
         before = self._journal[-1][2] if self._journal else None
-        self._disk.world.checkers.logged(self._disk.host, index, term, command, before)
+        self._checkers.logged(self._disk.host, index, term, command, before)
         self._journal.append(record)
         self._write(label, lambda: None)
         self._write(label, lambda: self.volume.records.append(record))
@@ -413,8 +415,6 @@ class StockProcess:
             self._world.checkers.leads(self._host.name, term, self._image())
 
     def _image(self) -> LogImage:
-        from chaos.disk import LogImage
-
         image = LogImage()
         image.entries = [Entry(index, term, command) for command, index, term in self._lib._SyncObj__raftLog[:]]
         return image

@@ -19,9 +19,10 @@ from typing import Any, cast
 from tenure.v1 import job_pb2, session_pb2
 
 from chaos.agents import Agent, Ask, SessionOver, Step, Wait
-from chaos.core import CoreProcess
-from chaos.job_ledger import PARTS, STALENESS_US, JobKey, JobLedger, RunBelief
-from chaos.world import MILLISECOND, SECOND, Host, World
+from chaos.core import CoreProcess, Ledger
+from chaos.job_ledger import PARTS, STALENESS_US, JobKey, RunBelief
+from chaos.profiles import MILLISECOND, SECOND
+from chaos.world import Host, World
 from sidecar.core.commands import (
     AcknowledgeInterrupt,
     AttachSession,
@@ -114,10 +115,11 @@ class Work:
 
 
 class Worker(Agent):
-    def __init__(self, world: World, name: str, tenant: str, jobs: tuple[str, ...], ledger: JobLedger) -> None:
+    def __init__(self, world: World, ledger: Ledger, name: str, tenant: str, jobs: tuple[str, ...]) -> None:
+        assert ledger.jobs is not None
         self._own_sidecar: Host | None = None
-        super().__init__(world, name, tenant)
-        self._jobs, self._book = jobs, ledger
+        super().__init__(world, ledger, name, tenant)
+        self._jobs, self._book = jobs, ledger.jobs
         # Has one sidecar, in its own pod; the others know the addresses of all.
         self._own_sidecar = self._home if world.chance(500) else None
         self._labels = (("cohort", "new" if world.chance(300) else "old"),)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from chaos.world import MILLISECOND
-
-if TYPE_CHECKING:
-    from chaos.world import Host, World
+from chaos.profiles import MILLISECOND
+from chaos.world import Host, World
 
 _REFUSED_US = 50 * MILLISECOND
 

@@ -1,8 +1,4 @@
-"""Virtual time and the machines that live in it.
-
-One thread, one queue of events ordered by (time, sequence), one ``random.Random``. Time is counted in whole
-microseconds: no float decides an order, no set is iterated, ``hash()`` decides nothing. The same seed is therefore the
-same run on every machine.
+"""The machines that live in virtual time.
 
 A ``Host`` is a machine: it has a disk that outlives its process, clocks of its own, and at most one process. A host is
 ``RUNNING``, ``PAUSED`` (its process is stopped by a signal: what happens to it waits) or ``DOWN``.
@@ -10,30 +6,16 @@ A ``Host`` is a machine: it has a disk that outlives its process, clocks of its 
 
 from __future__ import annotations
 
-import hashlib
-import heapq
-import random
 import traceback
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from chaos.checkers import Checkers
-    from chaos.core import Ledger
-    from chaos.disk import Disk
-    from chaos.network import Network
-    from chaos.profiles import Shape
-
-MILLISECOND = 1_000
-SECOND = 1_000_000
-
-_TRACE_LINES_KEPT = 400
-
-
-class SimCrash(BaseException):
-    """The process ends here, in the middle of whatever it did. Not an ``Exception``: no handler may swallow it."""
+from chaos.checkers import Checkers
+from chaos.disk import Disk, SimCrash
+from chaos.profiles import SECOND, Shape
+from chaos.timeline import Timeline
 
 
 class ProcessStopped(Exception):
@@ -67,6 +49,21 @@ class Process(Protocol):
     def is_leader(self) -> bool: ...
     def transfer(self, to: str) -> None: ...
     def snapshot(self) -> None: ...
+
+
+class Connections(Protocol):
+    """What is between hosts: see ``network.py``."""
+
+    frames: int
+
+    def host_up(self, host: Host) -> None: ...
+    def host_down(self, host: Host, *, silent: bool) -> None: ...
+    def connected(self, host: str, peer: str) -> bool: ...
+    def send(self, host: str, peer: str, frame: object, size_bytes: int) -> bool: ...
+    def reset(self, one: str, two: str) -> None: ...
+    def hold(self, directions: list[tuple[str, str]]) -> Callable[[], None]: ...
+    def partition(self, directions: list[tuple[str, str]]) -> Callable[[], None]: ...
+    def heal(self) -> None: ...
 
 
 class HostClock:
@@ -232,82 +229,30 @@ class Host:
         return self.state is HostState.RUNNING and self.process is not None
 
 
-class World:
-    """The event queue, the one source of randomness, the hosts, and the record of what happened."""
+class World(Timeline):
+    """The hosts, what is between them, and who looks on."""
 
-    network: Network
+    network: Connections
     checkers: Checkers
-    ledger: Ledger  # applications core and jobs only
-    documents: dict[str, int]  # the same: lease -> number of the document that is next
+    documents: dict[str, int]  # applications core and jobs only: lease -> number of the document that is next
 
     def __init__(self, seed: int, shape: Shape, *, verbose: bool = False) -> None:
-        self.seed = seed
-        self.shape = shape
-        self.rng = random.Random(seed)
-        self.now_us = 0
+        super().__init__(seed, shape, verbose=verbose)
         self.hosts: dict[str, Host] = {}
-        self.verbose = verbose
         self.crash_listeners: list[Callable[[Host], None]] = []
         self.commands = 0  # numbers of commands given out to clients
-        self.reached: dict[str, int] = {}  # how often a run came to where bugs live; a test asks for each of them
-        self.calm = False  # after the heal: no more faults, no fault of chance either
         self.epoch_us = 1_700_000_000 * SECOND  # the true wall time at which the world begins
         # By how much a majority of wall clocks is wrong at the most; 0: nobody knows.
         self.wall_error_max_ms = 0
         self.wall_changed_us = 0  # when a fault set one the last time
-        self.trace: deque[str] = deque(maxlen=None if verbose else _TRACE_LINES_KEPT)
-        self._queue: list[tuple[int, int, Callable[[], None]]] = []
-        self._sequence = 0
-        self._digest = hashlib.blake2b(digest_size=16)
 
-    # ---- events
-
-    def after(self, delay_us: int, action: Callable[[], None]) -> None:
-        self._sequence += 1
-        heapq.heappush(self._queue, (self.now_us + delay_us, self._sequence, action))
+    # ---- the true time
 
     def true_wall_ms(self) -> int:
         return (self.epoch_us + self.now_us) // 1_000
-
-    def run_until(self, until_us: int) -> None:
-        queue = self._queue
-        while queue and queue[0][0] <= until_us:
-            self.now_us, _, action = heapq.heappop(queue)
-            action()
-        self.now_us = until_us
-
-    # ---- chance
-
-    def between(self, low: int, high: int) -> int:
-        """A whole number in [low, high]. No other draws are made: a logarithm's last bit differs between machines."""
-        return low + int(self.rng.random() * (high - low + 1))
-
-    def chance(self, per_thousand: int) -> bool:
-        return self.rng.random() * 1000 < per_thousand
 
     # ---- hosts
 
     def bounce_later(self, host: Host) -> None:
         low_us, high_us = self.shape.down_us
         self.after(self.between(low_us, high_us), host.boot)
-
-    # ---- the record
-
-    def reach(self, what: str) -> None:
-        self.reached[what] = self.reached.get(what, 0) + 1
-
-    def note(self, who: str, text: str) -> None:
-        line = f"{self.now_us / 1_000_000:10.6f} {who:<8} {text}"
-        self._digest.update(line.encode())
-        self.trace.append(line)
-
-    def detail(self, who: str, text: str) -> None:
-        """Only for a person who reads along (``-v``); no part of the digest."""
-        if self.verbose:
-            self.trace.append(f"{self.now_us / 1_000_000:10.6f} {who:<8} {text}")
-
-    def digest(self) -> str:
-        """Equal if and only if two runs were the same, event by event and draw by draw."""
-        final = self._digest.copy()
-        final.update(repr((self.now_us, self._sequence, self.rng.getstate())).encode())
-        return final.hexdigest()

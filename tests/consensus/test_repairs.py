@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from chaos.network import Network
-from chaos.profiles import PROFILES, Profile, Shape
+from chaos.profiles import MILLISECOND, PROFILES, SECOND, Profile, Shape
 from chaos.simulation import Outcome, Script, simulate
-from chaos.world import MILLISECOND, SECOND, Host, World
+from chaos.world import Host, World
 from sidecar.consensus.messages import Append, decode
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from chaos import simulation
 from chaos.checkers import Checkers
-from chaos.disk import LogImage, SimLogStore
+from chaos.disk import SimLogStore
+from chaos.images import LogImage
 from chaos.profiles import PROFILES, Shape
 from chaos.simulation import EXIT_CLEAN, EXIT_CODE, EXIT_LIVENESS, EXIT_SAFETY, Outcome, simulate, worst
 from chaos.world import World

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from chaos.checkers import Checkers
 from chaos.core import TENANT, Applied, Belief, Ledger
-from chaos.profiles import PROFILES, Shape
+from chaos.profiles import PROFILES, SECOND, Shape
 from chaos.simulation import simulate
-from chaos.world import SECOND, HostClock, World
+from chaos.world import HostClock, World
 from sidecar.core.commands import (
     AcquireLease,
     CancelWait,
@@ -43,8 +43,7 @@ def ledger() -> Ledger:
     world = World(0, Shape())
     world.now_us = 10 * SECOND
     world.checkers = Checkers(world)
-    world.ledger = Ledger(world)
-    return world.ledger
+    return Ledger(world)
 
 
 def event(revision: int, kind: Kind, subject: str = "job", **fields: Any) -> Event:

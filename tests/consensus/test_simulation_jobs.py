@@ -14,10 +14,10 @@ from chaos.checkers import Checkers
 from chaos.core import CoreProcess
 from chaos.due_times import due_times
 from chaos.job_ledger import STALENESS_US, JobLedger, RunBelief
-from chaos.profiles import PROFILES, Shape
+from chaos.profiles import MILLISECOND, PROFILES, SECOND, Shape
 from chaos.simulation import simulate
 from chaos.workers import Worker
-from chaos.world import MILLISECOND, SECOND, World
+from chaos.world import World
 from sidecar.core.commands import (
     AppliedJob,
     ApplyJobs,
