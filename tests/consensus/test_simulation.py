@@ -292,7 +292,15 @@ def test_a_good_history_is_not_called_anything() -> None:
 
 # ---- a seed is a run -----------------------------------------------------------------------------
 
-_SEEDS = (("core", False), ("kill9", False), ("snapcrash", False), ("power", True), ("snap", True))
+_SEEDS = (
+    ("core", False),
+    ("jobs", False),
+    ("jobs-clock", False),
+    ("kill9", False),
+    ("snapcrash", False),
+    ("power", True),
+    ("snap", True),
+)
 _PROGRAM = f"""
 from chaos.simulation import simulate
 for profile, stock in {_SEEDS!r}:
