@@ -115,11 +115,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 async def serve(client: tenure.Client, slots: int) -> None:
     """Work until told to end by a signal; runs at work are then finished, and no new ones begun."""
-    task = asyncio.create_task(client.work(slots=slots))
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+        asyncio.get_running_loop().add_signal_handler(number, client.stop_work)
+    await client.work(slots=slots)
 
 
 async def main() -> None:
