@@ -73,7 +73,7 @@ class Double:
         self.with_attached: list[session_pb2.Push] = []  # in the same message as the answer to an attach
         # How it misbehaves.
         self.mute = False  # reads everything, answers nothing
-        self.acknowledge = True
+        self.acknowledge = True  # else it confirms nothing: no keepalive, no attach
         self.drop_answers = False  # does what it is told, and loses the answer
         self.refuse: Callable[[session_pb2.Operation], error_pb2.OperationError | None] = lambda operation: None
         self._server: grpc.aio.Server | None = None
@@ -124,7 +124,7 @@ class Double:
     ) -> AsyncIterator[session_pb2.ConnectResponse]:
         first = await anext(aiter(request_iterator))
         self.attaches.append(first.attach)
-        if self.mute:
+        if self.mute or not self.acknowledge:
             await asyncio.Event().wait()
         session = await self._attach(first.attach, context)
         link = Link(context)

@@ -97,39 +97,41 @@ class _Loop:
                 self.call_soon(give_up)
             raise
 
-    def run_in_order(self, work: Callable[[], Coroutine[Any, Any, None]], stop: Callable[[], object]) -> None:
-        """Runs a coroutine that can be asked to stop, and waits for its end also when this thread is interrupted. A
-        second interrupt cancels it."""
+    def run_in_order(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs a coroutine that ends in order when it is cancelled, and at once when it is cancelled again, and waits
+        for its end also when this thread is interrupted: that cancels it."""
         tasks: list[asyncio.Task[None]] = []
-
-        async def tracked() -> None:
-            tasks.append(asyncio.ensure_future(work()))
-            await asyncio.wait(tasks)
-            with suppress(asyncio.CancelledError):
-                tasks[0].result()
+        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def start() -> None:
-            self._loop.create_task(tracked()).add_done_callback(over)
+            if not ended.done():
+                tasks.append(self._loop.create_task(work()))
+                tasks[0].add_done_callback(over)
 
         def over(task: asyncio.Task[None]) -> None:
             if task.cancelled():
-                ended.set_result(None)  # the client was closed, and so has ended it
+                ended.set_result(None)
             else:
                 _hand_over(ended, task)
 
-        ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            elif not ended.done():
+                ended.set_result(None)  # interrupted before it could start
+
         self._check()
-        self.call_soon(start)
         try:
+            self.call_soon(start)
             ended.result()
         except BaseException:
             if ended.done():
                 raise
-            self.call_soon(stop)
+            self.call_soon(cancel)
             try:
                 ended.result()
             except BaseException:
-                self.call_soon(lambda: [task.cancel() for task in tasks])
+                self.call_soon(cancel)
                 raise
             raise
 
@@ -347,9 +349,7 @@ class SyncClient:
         calls `stop_work`), or this thread is interrupted (KeyboardInterrupt). Ends in order, as `Client.work` does; an
         interrupt is raised again at the end, and a second one ends it at once.
         """
-        self._loop.run_in_order(
-            lambda: self._client.work(slots=slots, finish_timeout=finish_timeout), self._client.stop_work
-        )
+        self._loop.run_in_order(lambda: self._client.work(slots=slots, finish_timeout=finish_timeout))
 
     def stop_work(self) -> None:
         """Lets `work` end in order. From any thread; harmless when nothing works."""
