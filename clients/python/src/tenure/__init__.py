@@ -1,6 +1,16 @@
-"""Python client for Tenure: leases with fencing tokens, and effects that happen at most once.
+"""Python client for Tenure: scheduled jobs, leases with fencing tokens, and effects that happen at most once.
 
 ::
+
+    async with tenure.connect() as client:
+
+        @client.job("report", owner="team-a", runbook_url="https://wiki.example/report", schedule="0 6 * * *")
+        async def report(run: tenure.Run) -> None:
+            await write_report(fencing_token=run.token, idempotency_key=run.idempotency_key)
+
+        await client.work()
+
+or, where something else decides when it is time::
 
     async with tenure.connect() as client:
         async with client.lease("nightly-report", wait=60) as lease:
