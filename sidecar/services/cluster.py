@@ -10,7 +10,7 @@ from tenure.v1 import cluster_pb2
 
 from sidecar.core.jobs import Job
 from sidecar.scheduling.zones import tzdata_version
-from sidecar.services import specs
+from sidecar.services import specs, words
 from sidecar.services import validation as check
 from sidecar.services.calls import Caller
 from sidecar.services.errors import Problem, outcome_unknown, problem
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from sidecar.runtime import Runtime
 
 CLOCK_OFFSET_MAX_MS = 1_000
-FLAGS_EVERY_MS, FLAGS_SHOWN_MAX, JOBS_STEP = 60_000, 10, 500
+WARNINGS_EVERY_MS, FLAGS_SHOWN_MAX, JOBS_STEP = 60_000, 10, 500
+# A job that is settled so far beyond this node's clock was so by a clock that stood ahead.
+SETTLED_AHEAD_MS = 60_000
 
 
 def cluster_service(runtime: Runtime, reads: Reads) -> Handlers:
@@ -38,8 +40,8 @@ def cluster_service(runtime: Runtime, reads: Reads) -> Handlers:
 class _Cluster:
     def __init__(self, runtime: Runtime, reads: Reads) -> None:
         self._runtime, self._reads = runtime, reads
-        self._flags: list[str] = []
-        self._flags_at_ms = 0
+        self._of_jobs: list[str] = []
+        self._of_jobs_at_ms = 0
 
     async def get_status(self, _: cluster_pb2.GetStatusRequest, __: Caller) -> cluster_pb2.GetStatusResponse:
         runtime = self._runtime
@@ -79,7 +81,7 @@ class _Cluster:
             cluster_tzdata_version=machine.tzdata,
             schedule_lag_ms=runtime.scheduler.lag_ms(),
             schedule_held_reason=runtime.scheduler.held_reason,
-            warnings=[*runtime.scheduler.warnings(), *self._clocks(), *self._old_flags()],
+            warnings=[*runtime.scheduler.warnings(), *self._clocks(), *self._of_all_jobs()],
         )
 
     def _clocks(self) -> list[str]:
@@ -90,19 +92,34 @@ class _Cluster:
             if abs(offset_ms) > CLOCK_OFFSET_MAX_MS
         ]
 
-    def _old_flags(self) -> list[str]:
-        """Jobs that have been in shadow mode, or with a canary, for long. Looked for once a minute at most."""
+    def _of_all_jobs(self) -> list[str]:
+        """What all jobs are looked through for, once a minute at most."""
         wall_ms = self._runtime.clock.wall_ms()
-        if abs(wall_ms - self._flags_at_ms) >= FLAGS_EVERY_MS:
-            self._flags_at_ms = wall_ms
-            found = [
-                f"job {row.tenant}/{row.name}: {warning}"
-                for row in self._jobs()
-                if (warning := specs.flag_warning(row.spec, wall_ms, row.flag_since_ms))
-            ]
-            surplus = [f"and {len(found) - FLAGS_SHOWN_MAX} jobs more"] if len(found) > FLAGS_SHOWN_MAX else []
-            self._flags = found[:FLAGS_SHOWN_MAX] + surplus
-        return self._flags
+        if abs(wall_ms - self._of_jobs_at_ms) >= WARNINGS_EVERY_MS:
+            self._of_jobs_at_ms = wall_ms
+            self._of_jobs = [*self._settled_ahead(wall_ms), *self._old_flags(wall_ms)]
+        return self._of_jobs
+
+    def _settled_ahead(self, wall_ms: int) -> list[str]:
+        """A clock that stood ahead and has stepped back leaves jobs that nothing is due of for as long."""
+        ahead = [row for row in self._jobs() if row.settled_ms > wall_ms + SETTLED_AHEAD_MS]
+        if not ahead:
+            return []
+        last = max(ahead, key=lambda row: row.settled_ms)
+        return [
+            f"{len(ahead)} jobs are dealt with up to a time that is still to come (job {last.tenant}/{last.name}: "
+            f"{words.utc(last.settled_ms)}), and not due before: a clock stood ahead, or this node's is behind"
+        ]
+
+    def _old_flags(self, wall_ms: int) -> list[str]:
+        """Jobs that have been in shadow mode, or with a canary, for long."""
+        found = [
+            f"job {row.tenant}/{row.name}: {warning}"
+            for row in self._jobs()
+            if (warning := specs.flag_warning(row.spec, wall_ms, row.flag_since_ms))
+        ]
+        surplus = [f"and {len(found) - FLAGS_SHOWN_MAX} jobs more"] if len(found) > FLAGS_SHOWN_MAX else []
+        return found[:FLAGS_SHOWN_MAX] + surplus
 
     def _jobs(self) -> Iterator[Job]:
         machine = self._runtime.proposer.machine

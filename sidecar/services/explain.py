@@ -70,6 +70,9 @@ class Explainer:
             return f"{at} is before the job existed: it was created at {utc(job.created_wall_ms)}{self._earlier(job)}"
         if not compiled.is_due(due_ms):
             return self._not_due(job, compiled, due_ms)
+        if wall_ms < due_ms <= job.settled_ms:
+            through = utc(job.settled_ms)
+            return f"{at} is not run: the job is dealt with up to {through} already, by a clock that stood ahead"
         if due_ms > wall_ms:
             return f"{at} is still to come, in {duration(due_ms - wall_ms)}{self._suppressing(job)}"
         if due_ms > job.settled_ms:

@@ -179,8 +179,10 @@ class Jobs(Resource):
         name = check.job_name(request.name)
 
         def proceed(_: Caller) -> None:
-            spec = self._job(tenant, name).spec
-            answer(_previewed(_compiled(spec), specs.text_of(spec), from_ms, count))
+            row = self._job(tenant, name)
+            # What is settled is not due any more, also if a clock that stood ahead has settled it.
+            start_ms = from_ms if request.from_wall_ms else max(from_ms, row.settled_ms + 1)
+            answer(_previewed(_compiled(row.spec), specs.text_of(row.spec), start_ms, count))
 
         self._read_then(caller, answer, proceed)
 

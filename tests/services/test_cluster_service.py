@@ -13,11 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tenure.v1 import cluster_pb2, dedup_pb2, job_pb2, lease_pb2, session_pb2, switch_pb2
 
+from sidecar.clock import SystemClock
 from sidecar.scheduling.zones import tzdata_version
 from sidecar.services import SERVER_OPTIONS, specs
+from sidecar.services.explain import Explainer
 from tests.services.calls import DEADLINE_S, Code, acquire, get_lease, open_session, refused
 from tests.services.cluster import Cluster, Stubs, running_cluster
-from tests.services.work import apply, assigned, definition, set_switch, trigger, worker
+from tests.services.work import apply, assigned, definition, get_job, machine, set_switch, trigger, wall_ms, worker
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -73,6 +75,32 @@ async def test_status_of_scheduled_work(cluster: Cluster, monkeypatch: pytest.Mo
     assert (seen.schedule_lag_ms, seen.schedule_held_reason) == (0, "")
     assert [warning for warning in seen.warnings if "default/old-flag" in warning and "shadow mode" in warning]
     assert not [warning for warning in seen.warnings if "plain" in warning]
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_clock_that_stood_ahead(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has dealt with is not due again, and that is said: else the job would only seem to have stopped."""
+    stubs, now_ms, minute_ms = cluster.stubs(), wall_ms(), 60_000
+    by_minutes = {"interval": {"every_ms": minute_ms, "anchor_wall_ms": 0}}
+    await apply(stubs, definition("early", schedule=by_minutes), definition("late"))
+
+    monkeypatch.setattr(SystemClock, "wall_ms", lambda _: wall_ms() + 60 * minute_ms)
+
+    async def ahead() -> bool:
+        return (await get_job(stubs, "early")).settled_wall_ms > now_ms + 59 * minute_ms
+
+    await eventually(ahead, what="due times of the wrong hour")
+    monkeypatch.undo()
+    settled_ms = (await get_job(stubs, "early")).settled_wall_ms
+
+    assert [warning for warning in (await status(cluster)).warnings if "1 jobs" in warning and "early" in warning]
+    job = machine(cluster).job("default", "early")
+    passed_over_ms = settled_ms // minute_ms * minute_ms
+    said = Explainer(cluster[0].runtime).nothing(job, passed_over_ms)
+    assert "is not run" in said and "stood ahead" in said
+    request = job_pb2.PreviewJobRequest(tenant="default", name="early", count=1)
+    shown = await stubs.job.PreviewJob(request, timeout=DEADLINE_S)
+    assert shown.due[0].due_wall_ms == passed_over_ms + minute_ms
 
 
 async def test_leadership_of_a_single_node_stays(shared: Cluster) -> None:
