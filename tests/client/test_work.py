@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -1104,6 +1105,73 @@ async def test_work_leaves_no_task_behind(server: Double) -> None:
         assert not client._worker._runs
         assert not client._worker._tasks
     await eventually(lambda: not {t for t in asyncio.all_tasks() - before if "tenure" in str(t.get_coro())})
+
+
+# ---- at random -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(8))
+async def test_random_lives(server: Double, number: int) -> None:
+    """Whatever happens to runs, streams and sessions: none is started twice, none that is still ours is forgotten."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    started: list[str] = []
+    async with connected(server) as client:
+
+        async def life(run: tenure.Run) -> str:
+            started.append(run.run_id)
+            try:
+                for _ in range(rng.randrange(20)):
+                    await asyncio.sleep(0)
+                if rng.random() < 0.3:
+                    await run.checkpoint("x")
+                if rng.random() < 0.2:
+                    raise tenure.Retry
+                if rng.random() < 0.6:
+                    await asyncio.sleep(rng.random() / 50)
+            except asyncio.CancelledError:
+                if rng.random() < 0.5:
+                    raise
+            except tenure.RunEnded:
+                pass
+            return "done"
+
+        client.job("digest")(life)
+        async with working(client, server, slots=20):
+            runs: list[job_pb2.Run] = []
+            for _ in range(150):
+                act = rng.choice(
+                    ["assign", "assign", "assign", "again", "interrupt", "lose", "break", "expire", "rest"]
+                )
+                session = next(iter(server.sessions), None)
+                alive = list(server.runs.values())
+                if act == "assign" and session is not None:
+                    runs.append(server.assign(session, push=rng.random() < 0.8))
+                elif act == "again" and runs and session is not None:
+                    again = rng.choice(runs)
+                    server.tell(session, run_assigned=session_pb2.RunAssigned(run=again))
+                elif act == "interrupt" and alive:
+                    server.interrupt(rng.choice(alive), grace_ms=rng.choice([0, 10_000]))
+                elif act == "lose" and alive:
+                    server.lose(rng.choice(alive))
+                elif act == "break" and rng.random() < 0.4:
+                    server.break_streams()
+                elif act == "expire" and session is not None and rng.random() < 0.1:
+                    server.expire(session)
+                else:
+                    await asyncio.sleep(rng.random() / 200)
+            # Those that were assigned without a push are found by the next attach.
+            await eventually(lambda: client.node_id)
+            attaches = len(server.attaches)
+            server.break_streams()
+            await eventually(lambda: len(server.attaches) > attaches and client.node_id, what=f"attached, seed {seed}")
+            await eventually(lambda: not server.runs, what=f"reports of all runs, seed {seed}")
+            await eventually(lambda: not client._worker._runs, what=f"the end of all handlers, seed {seed}")
+            await eventually(lambda: server.served[-1][1:] == (("digest",), 20), what=f"all slots, seed {seed}")
+        assert len(started) == len(set(started)), seed
+        told = [request.run_id for _, request in server.reports]
+        assert len(told) == len(set(told)), seed
 
 
 # ---- definitions -----------------------------------------------------------------------------------------------
