@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pwd
 import re
 import shlex
+import shutil
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
@@ -14,13 +16,22 @@ from sidecar.cli.imports import Imported, Report, valid_name
 if TYPE_CHECKING:
     from tenure.v1 import job_pb2
 
-_SETTING = re.compile(r"""([A-Za-z_]\w*|"[^"]*"|'[^']*')\s*=\s*(.*)""", re.DOTALL)
-_ENTRY = re.compile(r"(@\S+|(?:\S+\s+){4}\S+)\s+(.*)", re.DOTALL)
+# What separates fields: to cron nothing else is blank, and any mixture of the two is.
+BLANKS = " \t"
+_SETTING = re.compile(r"""([A-Za-z_]\w*|"[^"]*"|'[^']*')[ \t]*=[ \t]*(.*)""", re.DOTALL)
+_ENTRY = re.compile(r"(@[^ \t]+|(?:[^ \t]+[ \t]+){4}[^ \t]+)[ \t]+(.*)", re.DOTALL)
+_USER = re.compile(r"[A-Za-z0-9_][\w.@:+\\-]*\$?")
 # Words that start a command without saying what it is for.
 WRAPPERS = {
     "cd", "test", "[", "[[", "sh", "bash", "dash", "zsh", "nice", "ionice", "env", "exec", "sudo", "timeout", "flock",
     "nohup", "command", "chronic", "setsid", "time", "python", "python3", "perl", "ruby", "php", "node", "java",
     "systemd-cat", "logger", "sleep", "set", "export", "source", ".", "if",
+}  # fmt: skip
+# Of these the next word that is no option belongs to them, and so does what follows an option in the second table.
+TAKES_WORD = {"cd", "flock", "timeout", "sleep"}
+TAKES_VALUE = {
+    "sudo": {"-u", "-g"}, "timeout": {"-s", "-k"}, "flock": {"-w", "-E"}, "ionice": {"-c", "-n"}, "nice": {"-n"},
+    "logger": {"-t", "-p"}, "systemd-cat": {"-t", "-p"},
 }  # fmt: skip
 TIMEOUT_MS = times.DAY_MS
 STARTING_DEADLINE_MS = 3_600_000  # where nothing is said
@@ -43,8 +54,8 @@ def read(
     from tenure.v1 import job_pb2
 
     around, found = Around(zone), []
-    for number, line in enumerate(text.splitlines(), 1):
-        stripped, place = line.strip(), f"{file}:{number}"
+    for number, line in enumerate(text.split("\n"), 1):
+        stripped, place = trimmed(line), f"{file}:{number}"
         if not stripped or stripped.startswith("#"):
             continue
         setting = _SETTING.fullmatch(stripped)
@@ -58,7 +69,37 @@ def read(
             found.append(job)
     if found and not all(each.definition.spec.schedule.zone for each in found):
         report.note(file, "cron went by the zone of its machine; without --zone the jobs go by UTC")
+    if found and not user_field and all(begins_with_user(each.argument) for each in found):
+        report.note(
+            file, "every command begins with a user of this machine, as in /etc/crontab: is --user-field missing?"
+        )
     return found
+
+
+def trimmed(line: str) -> str:
+    """Without the blanks around it; but one at the end that a backslash keeps is a part of the command."""
+    line = line.lstrip(BLANKS).removesuffix("\r")
+    shorter = line.rstrip(BLANKS)
+    return line if shorter.endswith("\\") else shorter
+
+
+def begins_with_user(command: str) -> bool:
+    """The first word is a user, with a command behind it, and no program."""
+    user, command = split_word(command)
+    return bool(command) and is_user(user) and shutil.which(user) is None
+
+
+def is_user(name: str) -> bool:
+    try:
+        return bool(pwd.getpwnam(name))
+    except KeyError:
+        return False
+
+
+def split_word(text: str) -> tuple[str, str]:
+    """The first word and the rest, as cron takes a line apart."""
+    word, *rest = re.split(r"[ \t]+", text, maxsplit=1)
+    return word, "".join(rest)
 
 
 def unquoted(value: str) -> str:
@@ -96,10 +137,13 @@ def entry(job: Imported, line: str, around: Around, report: Report, *, user_fiel
         return False
     when, command = parts[1], parts[2]
     if user_field:
-        user, _, command = command.partition(" ")
-        command = command.strip()
+        user, command = split_word(command)
+        if not _USER.fullmatch(user):
+            report.lose(place, f"{user!r} stands where --user-field expects a user; crontabs of a user have none")
+            return False
         spec.labels["cron-user"] = user
-        report.note(place, f"it ran as {user}: run its worker as that user")
+        known = "" if is_user(user) else ", which this machine does not know"
+        report.note(place, f"it ran as {user}{known}: run its worker as that user")
     if when == "@reboot":
         report.lose(place, f"@reboot has no due time: start {command!r} with the machine by other means")
         return False
@@ -112,11 +156,13 @@ def entry(job: Imported, line: str, around: Around, report: Report, *, user_fiel
         return False
     if text is not None:
         report.lose(place, "input after '%': it stands in the payload's stdin, which the command must read from there")
-    spec.schedule.cron, spec.schedule.zone, spec.jitter_ms = " ".join(when.split()), around.zone, around.jitter_ms
+    spec.schedule.cron, spec.schedule.zone = re.sub(r"[ \t]+", " ", when), around.zone
+    spec.jitter_ms = around.jitter_ms
     like_cron(spec)
     fill_payload(spec, command, text, around)
     job.definition.name = valid_name(name_of(command))
     job.comments.append(f"{place}: {line}")
+    job.argument = command
     job.command = f"/bin/sh -c {shlex.quote(command)}"
     return True
 
@@ -148,7 +194,7 @@ def split_input(command: str) -> tuple[str, str | None]:
     r"""The command, and what cron gave it as input: after the first % that is not \%, where further ones end lines."""
     parts = re.split(r"(?<!\\)%", command)
     words = [part.replace("\\%", "%") for part in parts]
-    return words[0].strip(), "\n".join(words[1:]) + "\n" if len(words) > 1 else None
+    return trimmed(words[0]), "\n".join(words[1:]) + "\n" if len(words) > 1 else None
 
 
 def name_of(command: str) -> str:
@@ -157,13 +203,20 @@ def name_of(command: str) -> str:
         words = shlex.split(command, comments=False)
     except ValueError:
         words = command.split()
-    after_cd = False
+    wrapper, taking = "", False
     for word in words:
-        skip = after_cd or word.startswith("-") or "=" in word or not any(c.isalnum() for c in word)
-        after_cd = word == "cd"
-        stem = PurePosixPath(word.rstrip(";")).name
-        if skip or stem in WRAPPERS or stem.isdigit():
+        if not any(c.isalnum() for c in word):  # "&&" and the like: a new command
+            wrapper, taking = "", False
             continue
-        # 'sh -c "..."': the program is in the quotes.
-        return name_of(word) if " " in word and word != command else re.sub(r"\.\w{1,4}$", "", stem)
+        stem, skip = PurePosixPath(word.rstrip(";")).name, taking
+        taking = False
+        if skip or word.startswith("-"):
+            taking = not skip and word in TAKES_VALUE.get(wrapper, ())
+        elif wrapper in TAKES_WORD:
+            wrapper = ""
+        elif stem in WRAPPERS:
+            wrapper = stem
+        elif "=" not in word and not stem.isdigit():
+            # 'sh -c "..."': the program is in the quotes.
+            return name_of(word) if " " in word and word != command else re.sub(r"\.\w{1,4}$", "", stem)
     return "job"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sidecar.cli import output
+from sidecar.cli import output, shown
 from sidecar.cli.failures import REFUSED, USAGE, CliError
 from sidecar.cli.options import DEFAULT_TENANT, Json, Tenant
 
@@ -46,8 +46,9 @@ class Imported:
     definition: job_pb2.JobDefinition
     place: str
     comments: list[str] = field(default_factory=list)
-    # What its worker would run, as a shell reads it.
+    # What its worker would run, as a shell reads it; and of a crontab's line the command itself.
     command: str = ""
+    argument: str = ""
 
 
 @dataclass
@@ -136,9 +137,9 @@ def finish(found: list[Imported], report: Report, out: Path | None, *, json: boo
         return
     if out is None:
         typer.echo(text, nl=False)
-    typer.echo(
-        f"{len(kept)} jobs; {report.lost} things are not carried over, {len(report.lines)} lines in all", err=True
-    )
+    lost = "nothing is lost" if not report.lost else f"{shown.counted(report.lost, 'thing')} not carried over"
+    remarks = f", {shown.counted(len(report.lines), 'remark')} above" if report.lines else ""
+    typer.echo(f"{shown.counted(len(kept), 'job')}; {lost}{remarks}", err=True)
     typer.echo(f"next: tenure job apply --dry-run -f {out or 'FILE'}", err=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 from typing import Annotated
 
 import typer
@@ -22,5 +24,27 @@ DEFAULT_TENANT = "default"
 DEFAULT_TIMEOUT_S = 5.0
 
 Limit = Annotated[int, typer.Option("--limit", min=0, help="Show at most this many; 0 shows all.")]
-Actor = Annotated[str, typer.Option("--actor", envvar=["TENURE_ACTOR", "USER"], help="Who does this; it is audited.")]
+
+
+def whoever() -> str:
+    """The name of the user who runs this. A container may have neither the variables nor an entry for the number."""
+    for name in ("USER", "LOGNAME"):
+        if named := os.environ.get(name, "").strip():
+            return named
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        return f"uid-{os.getuid()}"
+
+
+Actor = Annotated[
+    str,
+    typer.Option(
+        "--actor",
+        envvar="TENURE_ACTOR",
+        default_factory=whoever,
+        help="Who does this; it is audited.",
+        show_default="the user who runs this",
+    ),
+]
 Reason = Annotated[str, typer.Option("--reason", help="Why; it is audited.", show_default=False)]

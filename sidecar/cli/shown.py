@@ -19,6 +19,11 @@ def duration(ms: int) -> str:
     return f"{ms / 3_600_000:.1f} h"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def wall(ms: int) -> str:
     """Wall time in UTC, to the millisecond."""
     moment = datetime.datetime.fromtimestamp(ms / 1_000, datetime.UTC)

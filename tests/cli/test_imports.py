@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,37 @@ def test_input_users_and_signs() -> None:
     assert len(lines) == 3
 
 
+BLANKS = st.text(alphabet=" \t", min_size=1, max_size=3)
+COMMANDS = st.lists(st.text(alphabet="ab/-|&.\"'$\\(\xa0\x0b\u2028", min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+@given(data=st.data(), gaps=st.lists(BLANKS, min_size=7, max_size=7), words=COMMANDS, user_field=st.booleans())
+def test_any_blanks_between_the_fields_are_alike(
+    data: st.DataObject, gaps: list[str], words: list[str], *, user_field: bool
+) -> None:
+    command = " ".join(words)
+    when = data.draw(st.sampled_from([("25", "6", "*", "*", "mon-fri"), ("@daily",)]))
+    fields = [*when, *(["root"] if user_field else [])]
+    line = gaps.pop() + "".join(field + gaps.pop() for field in fields) + command
+    (job,), _ = crontab(line + "\n", user_field=user_field)
+    assert job.definition.spec.schedule.cron == " ".join(when)
+    assert json.loads(job.definition.spec.payload) == {"command": command}
+    assert job.definition.spec.labels.get("cron-user") == ("root" if user_field else None)
+
+
+def test_a_user_where_none_is_expected_and_none_where_one_is() -> None:
+    root = "25 6\t* * *\troot\ttest -x /usr/sbin/anacron || run-parts /etc/cron.daily\n"
+    hint = "every command begins with a user of this machine"
+    assert any(hint in line for line in crontab(root)[1])
+    assert not any(hint in line for line in crontab(root + "@daily /srv/x\n")[1])
+    assert not any(hint in line for line in crontab(root, user_field=True)[1])
+    found, lines = crontab("@daily /srv/x --all\n", user_field=True)
+    assert found == []
+    assert any("'/srv/x' stands where --user-field expects a user" in line for line in lines)
+    (_,), lines = crontab("@daily nobody-here x\n", user_field=True)
+    assert any("nobody-here, which this machine does not know" in line for line in lines)
+
+
 def test_the_machines_zone_is_asked_for() -> None:
     _, lines = crontab("@daily x", zone="")
     assert "cron went by the zone of its machine" in lines[0]
@@ -95,7 +127,8 @@ def test_the_machines_zone_is_asked_for() -> None:
     ("command", "name"),
     [
         ("cd /srv/app && ./bin/sync.sh", "sync"), ("python3 /opt/report.py", "report"),
-        ("flock -n /l/x.lock y", "x"),
+        ("flock -n -w 5 /l/x.lock /srv/hourly", "hourly"), ("timeout -k 5 90s sudo -u app /srv/nightly", "nightly"),
+        ("python3 -u /srv/poll.py", "poll"), ("cd && ./tidy", "tidy"), ("sleep 5; x", "x"),
         ('sh -c "cd /x; ./deploy now"', "deploy"), ("A=b nice -n 10 /x/tidy", "tidy"), ("[ -x /x ] && /bin/[", "x"),
         ("'unbalanced", "unbalanced"), ("((", "job"), ("/opt/ä", "job"),
     ],
@@ -206,7 +239,7 @@ def test_the_command_prints_jobs_and_reports_the_rest(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("jobs:\n")
     assert "NOT carried over: @reboot" in done.stderr
-    assert "1 jobs; 1 things are not carried over" in done.stderr
+    assert "1 job; 1 thing not carried over, 2 remarks above" in done.stderr
     out = tmp_path / "jobs.yaml"
     done = runner.invoke(app, [*given_, "--out", str(out)])
     assert (done.exit_code, done.stdout) == (0, "")
