@@ -6,6 +6,7 @@ They print one word a line when something has happened, and are killed, or end, 
 from __future__ import annotations
 
 import asyncio
+import functools
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import tenure
+
+from tests.waiting import eventually
 
 
 def say(*words: object) -> None:
@@ -220,6 +223,62 @@ async def _child_of_coroutine(client: tenure.Client, lease: tenure.Lease, addres
     os._exit(code)
 
 
+async def fork_work(address: str, rounds: str) -> None:
+    """Handlers that fork, one in the loop and one in a thread. What runs here is not cleaned up in the children."""
+    async with tenure.connect(address) as client:
+        parent = os.getpid()
+        waiting = asyncio.Event()
+
+        @client.job("beside")
+        async def beside(run: tenure.Run) -> None:
+            try:
+                await waiting.wait()
+            finally:
+                say("cleanup", "here" if os.getpid() == parent else "in a child")
+
+        @client.job("thread")
+        def in_thread(run: tenure.SyncRun) -> None:
+            def child() -> None:
+                if run.valid:
+                    raise AssertionError("the inherited run is valid")
+                expect_forked(lambda: run.checkpoint("x"))
+
+            say("thread", *[reap(in_child(child)) for _ in range(int(rounds))])
+
+        @client.job("loop")
+        async def in_loop(run: tenure.Run) -> None:
+            codes = []
+            for _ in range(int(rounds)):
+                pid = os.fork()
+                if pid == 0:
+                    signal.alarm(20)
+                    try:
+                        await run.checkpoint("x")
+                    except tenure.ClientForkedError:
+                        raise SystemExit(4 if run.valid else 0) from None
+                    os._exit(5)
+                codes.append(await reap_async(pid))
+            say("loop", *codes)
+            if not run.valid:
+                raise AssertionError("the run is not valid any more")
+            await run.checkpoint("mine")
+
+        async def succeeded(job: str) -> bool:
+            return (await client.occurrences(job))[0].state == "succeeded"
+
+        for job in ("beside", "thread", "loop"):
+            await client.apply_job(job, owner="tests", runbook_url="https://runbooks.test/fork")
+        working = asyncio.create_task(client.work(slots=3))
+        await client.trigger_job("beside")
+        for job in ("thread", "loop"):
+            await client.trigger_job(job)
+            await eventually(functools.partial(succeeded, job))
+        waiting.set()
+        client.stop_work()
+        await working
+        say("states", *[(await client.occurrences(job))[0].state for job in ("beside", "thread", "loop")])
+
+
 def fork_first(address: str) -> None:
     """Children that were forked before the parent used a client connect by themselves."""
 
@@ -259,6 +318,7 @@ PROGRAMS: dict[str, Callable[..., object]] = {
     "fork-sync": fork_sync,
     "fork-async": fork_async,
     "fork-first": fork_first,
+    "fork-work": fork_work,
     "fork-multiprocessing": fork_multiprocessing,
 }
 

@@ -462,6 +462,20 @@ async def test_a_lease_that_is_killed_while_its_holder_has_no_sidecar(nodes: lis
             assert again.token > lease.token
 
 
+# ---- forks -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_handler_forks_cannot_use_or_disturb_its_run(sidecar: SidecarProcess) -> None:
+    async with program("fork-work", sidecar.address, "4") as process, asyncio.timeout(60):
+        out, _ = await process.communicate()
+        assert out.decode().splitlines() == [
+            "thread 0 0 0 0",
+            "loop 0 0 0 0",
+            "cleanup here",
+            "states succeeded succeeded succeeded",
+        ]
+
+
 # ---- the synchronous client ------------------------------------------------------------------------------------
 
 

@@ -222,9 +222,9 @@ class OperationTimeout(Indefinite, TimeoutError):
 class LeaseLost(TenureError):
     """The lease is no longer ours, or would not have been for much longer. The body has ended before this is raised.
 
-    ``cause``: expired, session_ended, released, transferred, operator, killed (by a switch), interrupted (cancelled in
-    time, and given back) or client_closed. ``current_token`` is the successor's token where the sidecar said so (0
-    otherwise).
+    ``cause``: expired, session_ended, released, transferred, operator, killed (by a switch), lost (while there was no
+    stream, nobody said how), interrupted (cancelled in time, and given back) or client_closed. ``current_token`` is the
+    successor's token where the sidecar said so (0 otherwise).
     """
 
     def __init__(self, name: str, token: int, cause: str, current_token: int = 0) -> None:
