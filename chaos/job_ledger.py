@@ -230,9 +230,9 @@ class JobLedger:
         self._settled_before[key] = max(self._settled_before.get(key, 0), life.settled_ms)
 
     def _nothing_due(self, host: str, key: JobKey, life: JobLife, wall_ms: int, instead: str) -> None:
-        """A schedule that goes leaves no due time behind, unless a switch would suppress it."""
+        """A schedule that goes leaves no due time behind, also under a switch."""
         left = due_times(life.spec.schedule, life.settled_ms, wall_ms)
-        if left and self._effective(key) is None:
+        if left:
             text = f"{key[1]} gets {instead} at {wall_ms}, and {_shown(left)} were not settled"
             self.violation("due-lost", host, text)
 

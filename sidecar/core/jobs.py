@@ -26,7 +26,6 @@ from sidecar.core.context import Context, full
 from sidecar.core.events import Kind
 from sidecar.core.ordering import Key, Sorted, SortedKeys
 from sidecar.core.specification import JobSpec, Mode, Schedule, ScheduleKind
-from sidecar.core.switches import Switches
 
 NOT_COMPUTED = -1
 # The leader settles what is due within moments; who changes a schedule meanwhile tries again.
@@ -79,7 +78,6 @@ class Jobs:
     def __init__(
         self,
         context: Context,
-        switches: Switches,
         carried: Callable[[], int],
         changed: Callable[[Job], None],
         *,
@@ -88,8 +86,7 @@ class Jobs:
         tzdata: str,
     ) -> None:
         """``carried``: what occurrences count for against job_bytes_max. ``changed`` is told each new specification."""
-        self._context, self._switches = context, switches
-        self._carried, self._changed = carried, changed
+        self._context, self._carried, self._changed = context, carried, changed
         self.tzdata = tzdata
         self.table = {(row.tenant, row.name): row for row in jobs}
         # Oldest first.
@@ -247,14 +244,13 @@ class Jobs:
         return next((due_ms for due_ms, _, _ in self._due), None)
 
     def _behind(self, job: Job, schedule: Schedule | None) -> Refused | None:
-        """Refuses to replace the schedule by another, or by none, while due times of it are not settled."""
+        """Refuses to replace the schedule by another, or by none, while due times of it are not settled. Also under a
+        switch: what it skips is recorded, and some may have been due before it was set."""
         wall_ms = self._context.stamp.wall_ms
         unknown = job.next_due_ms == NOT_COMPUTED
         due = job.settled_ms < wall_ms if unknown else 0 < job.next_due_ms <= wall_ms
         if schedule == job.spec.schedule or not due:
             return None
-        if self._switches.effective(job.tenant, job.name) is not None:
-            return None  # they would be skipped
         return Refused(
             reason=Reason.JOB_BEHIND,
             message=f"job {job.name}: due times of its present schedule are not dealt with yet",

@@ -62,8 +62,8 @@ Jobs
     once, whoever leads, however often it is proposed, wherever the clocks step.
   * A new job, and a new schedule, begin at the wall time of the apply: what is before is never due. A schedule that is
     behind (something is due and not settled) is not replaced, nor its job deleted, before it was settled: JOB_BEHIND,
-    which is no answer and never remembered. Under a switch it is: what is due would be skipped. A change that leaves
-    the schedule alone touches no due time.
+    which is no answer and never remembered; under a switch, too: what is skipped is recorded. A change that leaves the
+    schedule alone touches no due time.
   * ApplyJobs is whole or nothing. A specification equal to the present one changes nothing, whatever revision was
     expected. A rollback is a change to an old specification.
   * Deleting a job cancels what waits and interrupts what runs; the history stays for its time.
@@ -324,7 +324,6 @@ class Machine:
         self._governor = Governor(context, state.started)
         self._jobs = Jobs(
             context,
-            self._switches,
             carried=lambda: self._occurrences.bytes,
             changed=lambda job: self._occurrences.job_changed(job),  # noqa: PLW0108 - it comes below
             jobs=state.jobs,

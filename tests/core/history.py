@@ -252,7 +252,7 @@ def random_job_history(seed: int, length: int) -> list[Step]:
 
 def main(release: str) -> None:
     record(release, random_history(20_260, 3_000))
-    record(f"{release}_jobs", random_job_history(20_261, 4_000))
+    record(f"{release}_jobs", random_job_history(20_262, 4_000))
 
 
 def record(release: str, steps: list[Step]) -> None:

@@ -27,7 +27,7 @@ class Expected(NamedTuple):
 
 RELEASES = {
     "0_1": Expected("e14357bcb523a2af65e52dd5fd02af92d9fb062eef417aabc8b1a58652860340", 1477, 240),
-    "0_1_jobs": Expected("05814700e44ec48c6b9d86adbf1fe2b1305bc3325be15317f195f837607f02bf", 3049, 267),
+    "0_1_jobs": Expected("ad915ea702937ea5991ceb9a391fbba5898aba2bdad72ad748fe5976823fa3d2", 3922, 291),
 }
 
 
