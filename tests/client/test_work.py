@@ -13,7 +13,7 @@ import grpc
 import pytest
 import tenure
 from tenure import work as worker_module
-from tenure.v1 import job_pb2, session_pb2
+from tenure.v1 import job_pb2, session_pb2, switch_pb2
 
 from tests.client.double import Double, refusal
 from tests.client.timed import Clock, connected, passes, settle, working
@@ -762,6 +762,22 @@ async def test_fail_open_goes_on_and_says_so_each_minute(server: Double, caplog:
             await passes(client, server, clock, 120.0, step=1.0)
             assert handler.runs[0].valid
             assert len([record for record in caplog.records if "fail_open" in record.message]) == 3
+
+
+async def test_a_kill_that_is_known_forbids_to_act_before_its_interrupt_has_come(server: Double) -> None:
+    async with connected(server) as client:
+        handler = Handler(client)
+        async with working(client, server, slots=2, finish_timeout=0.0):
+            server.assign(client.session_id)
+            await eventually(lambda: handler.runs)
+            server.switch(switch_pb2.SWITCH_MODE_KILL, "other")
+            server.switch(switch_pb2.SWITCH_MODE_PAUSE, "digest")
+            await settle(client)
+            assert handler.runs[0].valid
+            server.switch(switch_pb2.SWITCH_MODE_KILL, "digest")
+            await settle(client)
+            assert not handler.runs[0].valid
+            assert not handler.ended  # the interrupt says how long it has to clean up
 
 
 async def test_runs_stop_before_the_session_can_be_lost(server: Double) -> None:

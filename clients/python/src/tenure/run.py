@@ -3,9 +3,9 @@
 Rules:
 
 * The right ends at the earliest of: the run's deadline (counted from when the run was received), the session's
-  safe-until, an interrupt, the end of the run in the cluster, and a state of the switches that is not known any more.
-  From then on ``valid`` is false for ever, and the handler is cancelled (once). What it does to clean up is its own,
-  within ``remaining()``.
+  safe-until, an interrupt, the end of the run in the cluster, a kill, and a state of the switches that is not known.
+  Then ``valid`` is false by the clock; when the event loop comes round to it, the handler is cancelled (once), and
+  ``valid`` stays false. What it does to clean up is its own, within ``remaining()``.
 * With whatever the handler does beyond this process it passes ``token`` along, where the receiver can refuse an older
   one, and ``idempotency_key``, where the receiver can recognize a repeat.
 """
@@ -200,7 +200,7 @@ class Run:
             and self._connection.owner.here
             and self._session.valid
             and self._session.clock() < self._deadline
-            and not self._connection.switches.stops()
+            and self._connection.switches.forbids_going_on(self.job) is None
         )
 
     def remaining(self) -> float:

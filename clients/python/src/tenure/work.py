@@ -258,8 +258,8 @@ class Worker:
         self._renew_often(session)
         listed = {message.run_id for message in attached.runs}
         for run_id, running in list(self._runs.items()):
-            if running.run._session is session and run_id not in listed:
-                self._lose(running, "lost")
+            if run_id not in listed:
+                self._lose(running, "lost")  # those of an older session are lost already
         for message in attached.runs:
             self._assigned(session, message)
         if self._stopping is not None:
