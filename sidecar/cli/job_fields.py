@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,19}")
 LISTED_MAX = 10
+# Words of other schedulers, and what they are here.
+MEANT = {
+    "forbid": "skip", "replace": "cancel_running", "concurrent": "allow", "queue": "buffer_all", "none": "skip",
+    "dry": "shadow", "dry_run": "shadow", "exactly_once": "at_least_once", "hold": "hold_for_person",
+    "coalesce": "latest", "ignore": "skip", "fire_once": "latest",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ class Fields:
         words = words_of(kind)
         word = text.lower().replace("-", "_")
         if word not in words:
-            near = difflib.get_close_matches(word, words, n=1)
+            near = [MEANT[word]] if MEANT.get(word) in words else difflib.get_close_matches(word, words, n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
             self._report.wrong(entry.line, f"{key} is {text!r}; it must be one of {', '.join(words)}{meant}")
             return None

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from sidecar.cli import yaml_nodes
+from sidecar.cli import times, yaml_nodes
 from sidecar.cli.failures import USAGE, CliError
 from sidecar.cli.job_fields import Fields, Problem, Report, forms_of, hint, listed
 from sidecar.cli.yaml_nodes import Entry, Items, Mapping, Node, Text, YamlError
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tenure.v1 import job_pb2
 
     from sidecar.core.specification import Schedule
+    from sidecar.scheduling.schedules import Problem as ScheduleProblem
 
 STDIN = "-"
 PAYLOAD_BYTES_MAX = 65_536
@@ -51,7 +52,13 @@ SCHEDULE_FIELDS = {
     "interval_ms": "interval.every_ms", "anchor_ms": "interval.anchor_wall_ms", "at_ms": "once_wall_ms",
     "start_ms": "start_wall_ms", "end_ms": "end_wall_ms",
 }  # fmt: skip
+# What is judged by another field as well, and so not where one of the job could not be read.
+TOGETHER = ("catch_up_max", "concurrent_max", "jitter_ms", "on_holder_loss", "retry.attempts_max")
 _ENUM = re.compile(r"\b(?:DST_POLICY|MISFIRE_POLICY|OVERLAP_POLICY|HOLDER_LOSS_POLICY|DELIVERY|JOB_MODE)_([A-Z_]+)")
+_MS = re.compile(r"\S*?(_wall)?_ms is ")
+_MS_NAME = re.compile(r"\b([a-z]\w*?)(?:_wall)?_ms\b")
+_NUMBER = re.compile(r"(?<![\w.])-?\d+\b")
+_RANGE = re.compile(r"-?\d+ to -?\d+")
 
 
 @dataclass
@@ -89,11 +96,16 @@ def load(files: Sequence[str], tenant: str) -> list[Located]:
         problems += reader.problems
     problems += twice(found)
     if problems:
-        refuse(problems)
+        refuse(problems, files)
     if not found:
         todo = "a file of jobs has 'jobs:', a list; 'tenure job show JOB -o yaml' prints one"
         raise CliError(f"no jobs in {listed(files)}", reason="JOB_FILE", status=USAGE, todo=todo)
     return found
+
+
+def label_of(file: str) -> str:
+    """What it is called in messages."""
+    return "stdin" if file == STDIN else file
 
 
 def content_of(file: str) -> bytes:
@@ -117,7 +129,10 @@ def twice(jobs: Iterable[Located]) -> list[Problem]:
     return problems
 
 
-def refuse(problems: Sequence[Problem]) -> NoReturn:
+def refuse(problems: Iterable[Problem], files: Sequence[str]) -> NoReturn:
+    """In the order of the files and their lines."""
+    order = {label_of(file): number for number, file in enumerate(files)}
+    problems = sorted(problems, key=lambda problem: (order[problem.file], problem.line))
     lines = [str(problem) for problem in problems[:PROBLEMS_SHOWN_MAX]]
     if len(problems) > len(lines):
         lines.append(f"and {len(problems) - len(lines)} more")
@@ -129,7 +144,7 @@ class Reader:
     """One file. What is wrong is collected in ``problems``; what cannot be read counts as not there."""
 
     def __init__(self, file: str, tenant: str) -> None:
-        self._report = Report("stdin" if file == STDIN else file)
+        self._report = Report(label_of(file))
         self._tenant = tenant
         self._folder = Path() if file == STDIN else Path(file).parent
 
@@ -181,8 +196,7 @@ class Reader:
         for key in REQUIRED:
             if key not in node.entries:
                 self._report.wrong(node.line, f"{job.definition.name or 'this job'} has no {key}; it is required")
-        if len(self._report.problems) == before:
-            self._check(job)
+        self._check(job, self._report.problems[before:])
         return job
 
     def _named(self, job: Located, entries: dict[str, Entry]) -> None:
@@ -274,7 +288,9 @@ class Reader:
         if text is None:
             return
         first, _, rest = text.strip().partition(" ")
-        if text.strip() == "manual":
+        if times.is_duration(text.strip()):
+            self._report.wrong(entry.line, f"schedule is {text!r}; did you mean 'every {text.strip()}'?")
+        elif text.strip() == "manual":
             schedule.manual.SetInParent()
         elif first == "every":
             every = fields.duration(Entry(entry.line, Text(entry.line, text=rest.strip())), "every")
@@ -305,8 +321,9 @@ class Reader:
 
     # ---- what the sidecar would refuse
 
-    def _check(self, job: Located) -> None:
-        """By the sidecar's own rules, so that all mistakes of a file are known at once, with their lines."""
+    def _check(self, job: Located, known: Sequence[Problem]) -> None:
+        """By the sidecar's own rules, so that all mistakes of a file are known at once, with their lines. ``known`` is
+        what is wrong with the job already, and is not said again in other words."""
         from tenure.v1 import job_pb2
 
         from sidecar.scheduling.schedules import problems
@@ -315,16 +332,20 @@ class Reader:
         from sidecar.services.validation import job_name
 
         try:
-            job_name(job.definition.name)
+            job_name(job.definition.name or "none")
         except ApiError as error:
             self._report.wrong(job.line_of("name"), error.message)
         tried = job_pb2.JobSpec()
         tried.CopyFrom(job.definition.spec)
-        if tried.schedule.WhichOneof("kind") and (wrong := problems(as_schedule(tried.schedule))):
-            for each in wrong:
-                self._of_schedule(job, each.field, each.value, each.allowed)
+        kind = tried.schedule.WhichOneof("kind")
+        wrong = problems(as_schedule(tried.schedule)) if kind else []
+        for each in wrong:
+            self._of_schedule(job, each, known)
+        if wrong or not kind:
             tried.schedule.Clear()
             tried.schedule.manual.SetInParent()
+        if known:
+            make_whole(tried)
         seen: set[str] = set()
         while True:
             try:
@@ -335,14 +356,28 @@ class Reader:
                 if path in seen:
                     return
                 seen.add(path)
-                self._report.wrong(job.line_of(path), in_words(error.message).replace("spec.", ""))
+                alone = path not in TOGETHER or _RANGE.fullmatch(error.facts.get("allowed", ""))
+                line = job.line_of(path)
+                if not known or (alone and not said_at(known, line)):
+                    self._report.wrong(line, in_words(error.message.replace("spec.", "")))
                 clear(tried, path)
 
-    def _of_schedule(self, job: Located, name: str, value: str, allowed: str) -> None:
-        first, _, part = name.partition(" ")
-        field = SCHEDULE_FIELDS.get(first, first)
-        shown = f"schedule.{field} {part}".strip()
-        self._report.wrong(job.line_of(f"schedule.{field}"), f"{shown} is {value!r}; allowed: {allowed}")
+    def _of_schedule(self, job: Located, wrong: ScheduleProblem, known: Sequence[Problem]) -> None:
+        first, _, part = wrong.field.partition(" ")
+        field = f"schedule.{SCHEDULE_FIELDS.get(first, first)}"
+        shown = wrong.value if first.endswith("_ms") else repr(wrong.value)
+        if not said_at(known, job.line_of(field)):
+            self._report.wrong(job.line_of(field), in_words(f"{f'{field} {part}'.strip()} is {shown}{wrong.said}"))
+
+
+def said_at(known: Sequence[Problem], line: int) -> bool:
+    return any(problem.line == line for problem in known)
+
+
+def make_whole(spec: job_pb2.JobSpec) -> None:
+    """What is missing, and has been said to be, is not missed a second time."""
+    spec.owner = spec.owner or "nobody"
+    spec.runbook_url = spec.runbook_url or "https://example.org/"
 
 
 def clear(spec: job_pb2.JobSpec, path: str) -> None:
@@ -356,8 +391,19 @@ def clear(spec: job_pb2.JobSpec, path: str) -> None:
 
 
 def in_words(text: str) -> str:
-    """``MISFIRE_POLICY_ALL`` as a file has it: ``all``."""
-    return _ENUM.sub(lambda found: found[1].lower(), text)
+    """What is said of the API's fields, as a file has them: ``timeout_ms is 5; allowed: 1000 to 604800000`` becomes
+    ``timeout is 5ms; allowed: 1s to 7d``, and ``MISFIRE_POLICY_ALL`` becomes ``all``."""
+    text = _ENUM.sub(lambda found: found[1].lower(), text)
+    found = _MS.match(text)
+    if found is not None:
+        write = moment_shown if found[1] else times.write_duration
+        rest = _NUMBER.sub(lambda number: write(int(number[0])), text[found.end() :])
+        text = found[0] + rest.replace(", in milliseconds since 1970", "").replace(" milliseconds", "")
+    return _MS_NAME.sub(lambda name: name[1], re.sub(r"\binterval\.(?=every|anchor)", "", text))
+
+
+def moment_shown(ms: int) -> str:
+    return times.rfc3339(ms) if 0 < ms <= times.MS_MAX else str(ms)
 
 
 def elsewhere() -> dict[str, str]:

@@ -79,7 +79,7 @@ def located_error(error: Exception, located: Sequence[Located]) -> CliError | No
     if failure is None or found is None or int(found[1]) >= len(located):
         return None
     job, path = located[int(found[1])], found[2]
-    said = in_words(failure.message).replace(f"jobs[{found[1]}].", "").replace("spec.", "")
+    said = in_words(failure.message.replace(f"jobs[{found[1]}].", "").replace("spec.", ""))
     return CliError(f"{job.at(path)}: {job.name}: {said}", reason=failure.reason, status=failure.status)
 
 

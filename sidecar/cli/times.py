@@ -11,6 +11,10 @@ import typer
 from sidecar.cli.failures import USAGE, CliError
 
 UNITS_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+UNIT_WORDS = {
+    "sec": "s", "secs": "s", "second": "s", "seconds": "s", "min": "m", "mins": "m", "minute": "m", "minutes": "m",
+    "hr": "h", "hrs": "h", "hour": "h", "hours": "h", "day": "d", "days": "d",
+}  # fmt: skip
 DAY_MS = UNITS_MS["d"]
 # The far end of what the API knows, and so of every duration.
 MS_MAX = 253_370_764_799_999
@@ -29,12 +33,23 @@ EPOCH = datetime(1970, 1, 1)
 
 def parse_duration(text: str) -> int:
     """Milliseconds. Raises ValueError that says what is allowed."""
-    if not _DURATION.fullmatch(text):
-        raise ValueError(f"{text!r} is not {DURATION_FORM}")
+    if not is_duration(text):
+        meant = _meant(text)
+        raise ValueError(f"{text!r} is not {DURATION_FORM}" + (f"; did you mean {meant}?" if meant else ""))
     total = sum(int(amount) * UNITS_MS[unit] for amount, unit in _PART.findall(text))
     if total > MS_MAX:
         raise ValueError(f"{text!r} is longer than time lasts here")
     return total
+
+
+def is_duration(text: str) -> bool:
+    return _DURATION.fullmatch(text) is not None
+
+
+def _meant(text: str) -> str:
+    """``5 min`` is 5m; nothing for what is no number with a unit."""
+    short = re.sub(r"[a-z]+", lambda found: UNIT_WORDS.get(found[0], found[0]), "".join(text.lower().split()))
+    return short if is_duration(short) else ""
 
 
 def write_duration(ms: int) -> str:

@@ -48,12 +48,16 @@ ALLOWED = (
 FORMS = "also *, lists (1,2), ranges (1-5) and steps (*/5)"
 
 
-class CronError(ValueError):
-    """``field`` of the expression has a ``value`` that is not among what is ``allowed``."""
+NAMES = "five fields: minute hour day-of-month month day-of-week"
 
-    def __init__(self, field: str, value: str, allowed: str) -> None:
-        super().__init__(f"{field} {value!r}: {allowed}")
-        self.field, self.value, self.allowed = field, value, allowed
+
+class CronError(ValueError):
+    """``field`` of the expression has a ``value`` that is not among what is ``allowed``; ``why`` where that does not
+    show it. One of the two may be empty."""
+
+    def __init__(self, field: str, value: str, allowed: str, why: str = "") -> None:
+        super().__init__(f"{field} {value!r}: {'; '.join(filter(None, (why, allowed)))}")
+        self.field, self.value, self.allowed, self.why = field, value, allowed, why
 
 
 class Days:
@@ -192,12 +196,12 @@ def errors(expression: str) -> list[CronError]:
     if len(text) > TEXT_BYTES_MAX or not text.isascii():
         return [CronError("cron", text[:40], f"at most {TEXT_BYTES_MAX} ASCII characters")]
     if text.startswith("@") and text.lower() not in ALIASES:
-        return [CronError("cron", text, _about_alias(text.lower()))]
+        return [CronError("cron", text, *_about_alias(text.lower()))]
     if re.match(r"(CRON_)?TZ=", text):
-        return [CronError("cron", text, "five fields; the time zone is a field of its own (zone)")]
+        return [CronError("cron", text, "five fields", "the time zone is a field of its own (zone)")]
     fields = fields_of(text)
     if len(fields) != len(FIELDS):
-        return [CronError("cron", text, _about_count(len(fields)))]
+        return [CronError("cron", text, NAMES, _about_count(text, len(fields)))]
     try:
         CronSim(" ".join(fields), ANY_DAY)
         readable = True
@@ -209,33 +213,33 @@ def errors(expression: str) -> list[CronError]:
 
 
 def never(expression: str) -> CronError:
-    return CronError("cron", expression, "never fires: no month that it names has such a day")
+    return CronError("cron", expression, "", "it never fires: no month that it names has such a day")
 
 
-def _about_alias(alias: str) -> str:
-    known = ", ".join(ALIASES)
+def _about_alias(alias: str) -> tuple[str, str]:
+    """What is allowed, and why this is not."""
+    known = f"one of {', '.join(ALIASES)}"
     if alias == "@reboot":
-        return f"a cluster has no boot to run at; one of {known}, or a manual schedule and a trigger"
+        return f"{known}, or a manual schedule and a trigger", "a cluster has no boot to run at"
     if alias.startswith("@every"):
-        return f"use an interval instead of a cron expression; of the short forms there are {known}"
-    return f"one of {known}"
+        return f"{known}; or an interval", "an interval is no cron expression, but a schedule of its own kind"
+    return known, ""
 
 
-def _about_count(count: int) -> str:
-    names = "minute hour day-of-month month day-of-week"
+def _about_count(text: str, count: int) -> str:
+    if re.match(r"every\b|\d+\s*[a-z]+$", text, re.IGNORECASE):
+        return "an interval is no cron expression, but a schedule of its own kind"
     if count > len(FIELDS):
-        return f"{count} fields: finer than one minute, or with a year; five fields only: {names}"
-    return f"{count} fields, five are needed: {names}"
+        return f"it has {count}: finer than one minute, or with a year"
+    return f"it has {count} field{'s' if count > 1 else ''}"
 
 
 def _errors_of_field(index: int, field: str, readable: bool) -> list[CronError]:
     found = []
     for term in field.split(","):
-        hint = _refused(index, term)
-        if not hint and not (readable or _is_readable(index, term)):
-            hint = f"{ALLOWED[index]}; {FORMS}"
-        if hint:
-            found.append(CronError(f"cron {FIELDS[index]}", term, hint))
+        why = _refused(index, term)
+        if why or not (readable or _is_readable(index, term)):
+            found.append(CronError(f"cron {FIELDS[index]}", term, f"{ALLOWED[index]}; {FORMS}", why))
     return found
 
 
@@ -253,18 +257,18 @@ def _refused(index: int, term: str) -> str:
     """Why a term is refused that cronsim takes for something else, or whose mistake has a better name."""
     value, _, step = term.partition("/")
     if "?" in term:
-        return f"no ?, write *; {ALLOWED[index]}"
+        return "there is no ?, write *"
     if "W" in term and index == 2 and value != "LW":
-        return f"of W only LW is supported; {ALLOWED[index]}"
+        return "of W only LW is supported"
     if step.isdecimal() and int(step) > SIZES[index]:
-        return f"a step over more than the {SIZES[index]} values of the field picks the first one only; use an interval"
+        return f"a step over more than the {SIZES[index]} values picks the first one only; an interval may be meant"
     if step and ("L" in value and index == 2):
         return "a last day takes no step"
     if step and "-" in value and len(set(value.split("-"))) == 1:
         # cronsim takes 5-5/10 for 5/10, cron for 5.
         return "a range of one value takes no step"
     if index == 4 and re.fullmatch(r"(SUN|MON|TUE|WED|THU|FRI|SAT)L", term):
-        return f"the last weekday of a month is written with a number; {ALLOWED[index]}"
+        return "the last weekday of a month is written with a number"
     return ""
 
 

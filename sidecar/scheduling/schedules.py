@@ -44,14 +44,22 @@ VIXIE_WILDCARD = (
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One thing that is wrong with a schedule. A part of a cron expression is a field "cron minute" and so on."""
+    """One thing that is wrong with a schedule. A part of a cron expression is a field "cron minute" and so on.
+
+    ``why`` stands where ``allowed`` does not show it; one of the two may be empty."""
 
     field: str
     value: str
     allowed: str
+    why: str = ""
+
+    @property
+    def said(self) -> str:
+        """The end of a sentence that begins with the field and its value."""
+        return (f": {self.why}" if self.why else "") + (f"; allowed: {self.allowed}" if self.allowed else "")
 
     def __str__(self) -> str:
-        return f"{self.field} {self.value!r}: {self.allowed}"
+        return f"{self.field} {self.value!r}{self.said}"
 
 
 class ScheduleError(ValueError):
@@ -205,10 +213,9 @@ def problems(spec: Schedule) -> list[Problem]:
         return [_of_cron(cron.never(spec.cron))]
     if spec.end_ms or spec.kind is not ScheduleKind.CRON:
         name, value = ("end_ms", spec.end_ms) if spec.end_ms else ("start_ms", spec.start_ms)
-        return [Problem(name, str(value), "never fires: nothing is due in the active window")]
-    return [
-        Problem("cron", spec.cron, f"never fires: all its local times are left out by clock changes of {spec.zone}")
-    ]
+        return [Problem(name, str(value), "", "it never fires: nothing is due in the active window")]
+    why = f"it never fires: all its local times are left out by clock changes of {spec.zone}"
+    return [Problem("cron", spec.cron, "", why)]
 
 
 def _malformed(spec: Schedule) -> list[Problem]:
@@ -247,18 +254,19 @@ def _of_kind(spec: Schedule) -> list[Problem]:
         found += [_of_cron(error) for error in cron.errors(spec.cron)]
     if spec.kind is ScheduleKind.INTERVAL:
         if not INTERVAL_MIN_MS <= spec.interval_ms <= INTERVAL_MAX_MS:
-            allowed = f"{INTERVAL_MIN_MS} to {INTERVAL_MAX_MS} milliseconds; nothing is finer than one second"
-            found.append(Problem("interval_ms", str(spec.interval_ms), allowed))
+            allowed = f"{INTERVAL_MIN_MS} to {INTERVAL_MAX_MS} milliseconds"
+            why = "nothing is finer than one second" if spec.interval_ms < INTERVAL_MIN_MS else ""
+            found.append(Problem("interval_ms", str(spec.interval_ms), allowed, why))
         if not 0 <= spec.anchor_ms <= WALL_MAX_MS:
             found.append(Problem("anchor_ms", str(spec.anchor_ms), f"0 to {WALL_MAX_MS}, in milliseconds since 1970"))
     if spec.kind is ScheduleKind.ONCE and not 0 < spec.at_ms <= WALL_MAX_MS:
-        allowed = f"a time is required: 1 to {WALL_MAX_MS}, in milliseconds since 1970"
-        found.append(Problem("at_ms", str(spec.at_ms), allowed))
+        allowed = f"1 to {WALL_MAX_MS}, in milliseconds since 1970"
+        found.append(Problem("at_ms", str(spec.at_ms), allowed, "a time is required"))
     return found
 
 
 def _of_cron(error: cron.CronError) -> Problem:
-    return Problem(error.field, error.value, error.allowed)
+    return Problem(error.field, error.value, error.allowed, error.why)
 
 
 def _rule(policy: DstPolicy, pattern: cron.Pattern) -> Rule:

@@ -230,14 +230,18 @@ _KINDS = {
 
 
 def _refusal(schedule: Schedule, wrong: schedules.Problem, at: str) -> ApiError:
+    allowed = wrong.allowed  # empty where nothing would help
     if not wrong.field.startswith("cron"):
         field = f"{at}.{_SCHEDULE_FIELDS.get(wrong.field, wrong.field)}"
-        return check.invalid(Problem.FIELD_INVALID, field, wrong.value, wrong.allowed)
+        shown = wrong.value if wrong.field.endswith("_ms") else shorten(repr(wrong.value), 64)
+        return problem(
+            Problem.FIELD_INVALID, f"{field} is {shown}{wrong.said}", field=field, value=shown, allowed=allowed
+        )
     field, shown = f"{at}.cron", shorten(repr(schedule.cron), 96)
     part = wrong.field.removeprefix("cron").strip()
-    where = f"{part} {shorten(repr(wrong.value), 64)}, " if part else ""
-    message = f"{field} is {shown}: {where}allowed: {wrong.allowed}"
-    return problem(Problem.FIELD_INVALID, message, field=field, value=shown, part=part or "all", allowed=wrong.allowed)
+    where = f": {part} {shorten(repr(wrong.value), 64)}" if part else ""
+    message = f"{field} is {shown}{where}{wrong.said}"
+    return problem(Problem.FIELD_INVALID, message, field=field, value=shown, part=part or "all", allowed=allowed)
 
 
 # ---- to a message -------------------------------------------------------------------------------------------------

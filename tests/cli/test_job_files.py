@@ -12,6 +12,7 @@ from tenure.v1 import job_pb2
 
 from sidecar.cli import job_files, job_yaml, times, yaml_nodes
 from sidecar.cli.failures import CliError
+from sidecar.cli.job_fields import Problem
 from sidecar.cli.job_files import Located, Reader
 from sidecar.services.specs import spec_message, spec_of
 
@@ -158,7 +159,19 @@ def test_a_payload_file_lies_beside_the_file(tmp_path: Path) -> None:
         ("schedule: {}", "5: a schedule has one of cron, every, once and manual; this one has none"),
         ("schedule: {cron: 0 9 * * *, every: 5m}", "not cron and every"),
         ("schedule: every 1", "5: every: '1' is not a number with its unit"),
-        ("schedule: every 10ms", "5: schedule.interval.every_ms is '10'"),
+        ("schedule: every 10ms", "5: schedule.every is 10ms: nothing is finer than one second; allowed: 1s to 366d"),
+        ("schedule: 5m", "5: schedule is '5m'; did you mean 'every 5m'?"),
+        ("schedule: every 5 min", "5: every: '5 min' is not a number with its unit: ms, s, m, h or d, as in 90s"),
+        ("schedule: every 5 min", "did you mean 5m?"),
+        ("schedule: 0 30 2 * * *", "'0 30 2 * * *': it has 6: finer than one minute, or with a year; allowed: five"),
+        ("schedule: manual\njitter: 2h", "6: jitter is 2h; allowed: less than starting_deadline (1h), or what is"),
+        ("schedule: manual\ntimeout_ms: 5", "6: timeout is 5ms; allowed: 1s to 7d"),
+        (
+            "schedule: {every: 1d, start: 2026-01-02T00:00:00Z, end: 2026-01-01T00:00:00Z}",
+            "5: schedule.end is 2026-01-01T00:00:00Z; allowed: after start (2026-01-02T00:00:00Z)",
+        ),
+        ("schedule: manual\noverlap_policy: Forbid", "did you mean skip?"),
+        ("schedule: manual\nmode: dry", "did you mean shadow?"),
         ("schedule:\n  once: 2026-03-29 02:30\n  zone: Europe/Berlin", "6: once: '2026-03-29 02:30' does not exist in"),
         ("schedule:\n  once: 2026-10-25 02:30\n  zone: Europe/Berlin", "comes twice in Europe/Berlin"),
         ("schedule:\n  once: 2026-10-25 02:30", "6: once: '2026-10-25 02:30' does not say its offset"),
@@ -180,9 +193,31 @@ def test_everything_is_reported_at_once_and_by_file(tmp_path: Path) -> None:
         job_files.load([str(first), str(second)], "default")
     assert caught.value.status == 2
     lines = str(caught.value).splitlines()
-    assert lines[0] == "4 mistakes, nothing is applied"
-    for said in (f"{first}:2: x has no owner", f"{first}:4: a job is a mapping", f"{second}:3: default/y stands there"):
+    assert lines[0] == "5 mistakes, nothing is applied"
+    for said in (f"{first}:2: x has no owner", f"{first}:3: schedule.cron is 'nonsense'", f"{first}:4: a job is a"):
         assert any(said in line for line in lines), lines
+    assert f"{second}:3: default/y stands there twice" in lines[-1]
+    found = [Problem(str(second), 1, "b"), Problem(str(first), 9, "a")]
+    with pytest.raises(CliError, match=r"(?s)a\.yaml.*b\.yaml"):
+        job_files.refuse(found, [str(first), str(second)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "mistakes"),
+    [
+        # What cannot be read does not hide what is wrong beside it,
+        ("schedule: 0 0 30 2 *\npayload: a\npayload_json: b\npriority: 101", [5, 7, 8]),
+        ("schedule: every 0s\ntimout: 5m", [5, 6]),
+        ("schedule:\n  every: 1 x\n  anchor: 2026-01-01T00:00:00Z\nlabels: [a]", [6, 8]),
+        # and leads to no second mistake.
+        ("schedule: manual\nmisfire_policy: all\ncatch_up_max: many", [7]),
+        ("schedule: manual\nstarting_dedline: 5h\njitter: 2h", [6]),
+        ("schedule: manual\nowner:", [6]),
+        ("timeout: 5m", [2]),
+    ],
+)
+def test_mistakes_of_all_kinds_are_found_together_and_once(fields: str, mistakes: list[int]) -> None:
+    assert [int(line.partition(":")[0]) for line in wrong_with(fields).splitlines()] == mistakes, wrong_with(fields)
 
 
 @pytest.mark.parametrize(

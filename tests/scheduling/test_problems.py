@@ -18,9 +18,9 @@ from tests.scheduling.times import DAY, N, cron, every, ms, once
     [
         ("", "cron", "", "five fields"),
         ("   ", "cron", "   ", "five fields"),
-        ("0 0 * *", "cron", "0 0 * *", "4 fields, five are needed"),
-        ("* * * * * *", "cron", "* * * * * *", "five fields only"),
-        ("0 0 0 * * * 2026", "cron", "0 0 0 * * * 2026", "five fields only"),
+        ("0 0 * *", "cron", "0 0 * *", "it has 4 fields; allowed: five fields"),
+        ("* * * * * *", "cron", "* * * * * *", "it has 6: finer than one minute, or with a year; allowed: five"),
+        ("0 0 0 * * * 2026", "cron", "0 0 0 * * * 2026", "five fields"),
         ("60 * * * *", "cron minute", "60", "0-59"),
         ("0 24 * * *", "cron hour", "24", "0-23"),
         ("0 0 0 * *", "cron day-of-month", "0", "1-31"),
@@ -52,10 +52,13 @@ from tests.scheduling.times import DAY, N, cron, every, ms, once
         ("5-5/10 * * * *", "cron minute", "5-5/10", "one value"),
         ("@reboot", "cron", "@reboot", "no boot"),
         ("@every 5m", "cron", "@every 5m", "interval"),
+        ("every 5m", "cron", "every 5m", "an interval is no cron expression"),
+        ("5m", "cron", "5m", "an interval is no cron expression"),
+        ("5", "cron", "5", "it has 1 field; allowed: five fields"),
         ("@never", "cron", "@never", "@hourly"),
         ("TZ=Europe/Berlin 0 0 * * *", "cron", "TZ=Europe/Berlin 0 0 * * *", "field of its own"),
         ("CRON_TZ=UTC 0 0 * * *", "cron", "CRON_TZ=UTC 0 0 * * *", "field of its own"),
-        ("0 0 30 2 *", "cron", "0 0 30 2 *", "never fires"),
+        ("0 0 30 2 *", "cron", "0 0 30 2 *", ": it never fires: no month that it names has such a day"),
         ("0 0 31 4,6 *", "cron", "0 0 31 4,6 *", "never fires"),
         ("0 0 */20 * 1L", "cron", "0 0 */20 * 1L", "never fires"),
     ],
@@ -63,7 +66,8 @@ from tests.scheduling.times import DAY, N, cron, every, ms, once
 def test_cron(expression: str, field: str, value: str, allowed: str) -> None:
     found = problems(cron(expression))
     assert [(problem.field, problem.value) for problem in found] == [(field, value)]
-    assert allowed in found[0].allowed
+    assert allowed in found[0].said
+    assert bool(found[0].allowed) == ("never fires" not in found[0].why)
 
 
 def test_an_expression_that_is_too_long_is_not_even_read() -> None:
@@ -98,7 +102,7 @@ def test_what_is_allowed(expression: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "field", "allowed"),
     [
-        (every(999), "interval_ms", "finer than one second"),
+        (every(999), "interval_ms", "1000 to"),
         (every(0), "interval_ms", "1000 to"),
         (every(-5), "interval_ms", "1000 to"),
         (every(INTERVAL_MAX_MS + 1), "interval_ms", str(INTERVAL_MAX_MS)),
@@ -127,11 +131,15 @@ def test_what_is_allowed(expression: str) -> None:
 def test_other_fields(schedule: Schedule, field: str, allowed: str) -> None:
     found = problems(schedule)
     assert [problem.field for problem in found] == [field], found
-    assert allowed in found[0].allowed
+    assert allowed in found[0].said
 
 
 def test_a_problem_reads_as_a_sentence() -> None:
-    assert str(Problem("interval_ms", "5", "1000 or more")) == "interval_ms '5': 1000 or more"
+    assert str(Problem("interval_ms", "5", "1000 or more")) == "interval_ms '5'; allowed: 1000 or more"
+    assert (
+        str(Problem("at_ms", "0", "1 to 9", "a time is required")) == "at_ms '0': a time is required; allowed: 1 to 9"
+    )
+    assert str(Problem("cron", "0 0 30 2 *", "", "it never fires")) == "cron '0 0 30 2 *': it never fires"
 
 
 @pytest.mark.parametrize(
@@ -169,9 +177,10 @@ def test_what_is_taken_is_what_cronsim_takes(expression: str) -> None:
     try:
         compile_schedule(cron(expression))
     except ScheduleError as error:
-        assert all(problem.field.startswith("cron") and problem.allowed for problem in error.problems)
+        assert all(problem.field.startswith("cron") and problem.said for problem in error.problems)
         fields = crontab.fields_of(expression)
-        if crontab.errors(expression)[0].allowed.startswith(crontab.ALLOWED):
+        first = crontab.errors(expression)[0]
+        if first.allowed.startswith(crontab.ALLOWED) and not first.why:
             with pytest.raises(CronSimError):
                 CronSim(" ".join(fields), crontab.ANY_DAY)
     else:

@@ -54,7 +54,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"description": "x" * 1_025}, "description", LARGE, "1024"),
     ({"schedule": {}}, "schedule", MISSING, "cron, interval, once_wall_ms and manual"),
     ({"schedule": {"cron": ""}}, "schedule.cron", BAD, ""),
-    ({"schedule": {"cron": "61 * * * *"}}, "schedule.cron", BAD, "minute '61', allowed: 0-59"),
+    ({"schedule": {"cron": "61 * * * *"}}, "schedule.cron", BAD, "minute '61'; allowed: 0-59"),
     ({"schedule": {"cron": "* * * * * *"}}, "schedule.cron", BAD, "five"),
     ({"schedule": {"cron": "0 0 30 2 *"}}, "schedule.cron", BAD, "never"),
     ({"schedule": {"cron": "0 0 ? * *"}}, "schedule.cron", BAD, "day-of-month '?'"),
