@@ -154,7 +154,7 @@ class Jobs:
             created_wall_ms=wall_ms,
             changed_wall_ms=wall_ms,
             changed_by=actor,
-            settled_ms=wall_ms,
+            settled_ms=max(0, wall_ms),  # no due time is before 1970, whatever the clock says
             flag_since_ms=wall_ms if _is_flagged(definition.spec) else 0,
         )
         self._order.add((job.tenant, job.name))

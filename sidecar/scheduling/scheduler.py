@@ -13,7 +13,8 @@ Rules:
    nothing is proposed at all: the duty is handed to a node that is with the majority.
 3. Work is done in slices, so that ten thousand jobs that are due at once delay nobody's heartbeat.
 4. A job whose schedule cannot be computed here (its zone is unknown to this node's tables) holds up no other job: it is
-   settled as having no next due time, until it is changed or a leader with other tables computes all anew.
+   settled as having no next due time, until it is changed or a leader with other tables computes all anew. One whose
+   settlement the state refuses is set aside in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Protocol
 import msgspec
 
 from sidecar.consensus.ports import Clock
-from sidecar.core.commands import Due, Missed, SettleDue, Settlement, SetTzdata
+from sidecar.core.commands import Due, Missed, Refused, SettleDue, Settlement, SetTzdata
 from sidecar.core.events import Event, Kind
 from sidecar.core.jobs import Job
 from sidecar.proposer import Failed, Outcome, Proposer
@@ -80,6 +81,7 @@ class Scheduler:
         self._settings = settings or SchedulerSettings()
         self.held_reason = ""  # why nothing is proposed although this node leads; empty: it is
         self._in_flight: set[JobKey] = set()
+        self._refused: set[JobKey] = set()  # set aside until they change, or another node leads
         self._tzdata_proposed = False
         self._doubt_since_s: float | None = None  # no majority is known to have this node's time
         # Wall minus monotonic time, when last looked at; and until when the peers' clocks are awaited.
@@ -121,6 +123,7 @@ class Scheduler:
         if not self._node.is_leader():
             self._doubt_since_s, self._tzdata_proposed, self.held_reason = None, False, ""
             self._in_flight.clear()
+            self._refused.clear()
             self._schedule(now_s + LOOK_S)
             return
         self._hold(now_s)
@@ -139,7 +142,9 @@ class Scheduler:
         return now_s + min(LOOK_S, max(BREATH_S if due_ms > wall_ms else RETRY_S, (due_ms - wall_ms) / 1000))
 
     def _events(self, events: Sequence[Event]) -> None:
-        if any(event.kind is Kind.JOB_APPLIED for event in events):
+        applied = {(event.tenant, event.subject) for event in events if event.kind is Kind.JOB_APPLIED}
+        if applied:
+            self._refused -= applied
             self._look_now()
 
     def _look_now(self) -> None:
@@ -203,14 +208,15 @@ class Scheduler:
 
     def _settle(self, wall_ms: int) -> bool:
         """Whether there may be more to do at once."""
-        passed_over = len(self._in_flight)
+        passed_over = len(self._in_flight) + len(self._refused)
         jobs = self._machine.jobs_to_settle(wall_ms, JOBS_MAX + passed_over)
         settlements: list[Settlement] = []
         room = DUE_TIMES_MAX
         for job in jobs:
             if room <= 0 or len(settlements) >= JOBS_MAX:
                 break
-            if (job.tenant, job.name) not in self._in_flight:
+            key = (job.tenant, job.name)
+            if key not in self._in_flight and key not in self._refused:
                 settlement = _settlement(job, wall_ms, room)
                 settlements.append(settlement)
                 room -= len(settlement.due)
@@ -226,10 +232,24 @@ class Scheduler:
         def done(outcome: Outcome) -> None:
             """Whatever came of it: what is still to be done, the state says."""
             self._in_flight.difference_update(keys)
+            if isinstance(outcome, Refused):
+                self._set_aside(settlements, outcome.message)
+                return
             late = isinstance(outcome, Failed)
             self._schedule(self._clock.monotonic_s() + (RETRY_S if late else 0))
 
         self._proposer.submit(SettleDue(settlements=tuple(settlements)), done, timeout_ms=PROPOSE_TIMEOUT_MS)
+
+    def _set_aside(self, settlements: list[Settlement], why: str) -> None:
+        """One refused settlement has the others of its slice refused: each is tried by itself."""
+        if len(settlements) > 1:
+            for each in settlements:
+                self._propose([each])
+            return
+        (refused,) = settlements
+        log.error("the due times of job %s/%s cannot be settled: %s", refused.tenant, refused.name, why)
+        self._refused.add((refused.tenant, refused.name))
+        self._look_now()
 
     def other_rules(self) -> bool:
         """Whether this node has other time-zone rules than those by which due times are computed."""
@@ -243,6 +263,9 @@ class Scheduler:
             found.append(f"this node has time-zone rules {rules}")
         if self.held_reason:
             found.append(f"schedules are held back: {self.held_reason}")
+        if self._refused:
+            tenant, name = min(self._refused)
+            found.append(f"due times of {len(self._refused)} jobs (as {tenant}/{name}) cannot be settled: see the log")
         return found
 
 
@@ -291,4 +314,12 @@ class SchedulerTimer:
         if self._timer is not None:
             self._timer.cancel()
         if not self._stopped:
-            self._timer = self._loop.call_later(max(0.0, when_s - self._clock.monotonic_s()), self._scheduler.poll)
+            self._timer = self._loop.call_later(max(0.0, when_s - self._clock.monotonic_s()), self._poll)
+
+    def _poll(self) -> None:
+        """Whatever goes wrong once does not end the schedules: it is said, and tried again."""
+        try:
+            self._scheduler.poll()
+        except Exception:  # nobody else would arm the timer again
+            log.exception("looking for what is due failed")
+            self._schedule(self._clock.monotonic_s() + LOOK_S)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from sidecar.clock import SystemClock
 from sidecar.core.commands import ApplyJobs, Command, JobDefinition, Reason, Refused, SettleDue
 from sidecar.core.occurrences import OccurrenceState, Origin
-from sidecar.core.specification import Misfire, Schedule, ScheduleKind
+from sidecar.core.specification import JobSpec, Misfire, Schedule, ScheduleKind
 from sidecar.proposer import Done
-from sidecar.scheduling import scheduler, zones
+from sidecar.scheduling import misfires, scheduler, zones
 from tests.scheduling.cluster import MINUTE_MS, SchedulingCluster, cron, every_minute
 
 
@@ -288,3 +291,54 @@ def test_a_job_that_is_created_while_a_wrong_clock_leads_begins_now(
     cluster.apply("report", every_minute())
     assert cluster.leading() is wrong
     assert abs(wrong.job("report").settled_ms - cluster.clock.wall_ms()) < 1_000
+
+
+def test_a_settlement_that_is_refused_holds_up_no_other_job(
+    cluster: SchedulingCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = misfires.plan
+
+    def poisoned(compiled: Any, spec: JobSpec, settled_ms: int, now_ms: int, limit: int) -> misfires.Plan:
+        made = planned(compiled, spec, settled_ms, now_ms, limit)
+        return msgspec.structs.replace(made, next_due_ms=1) if spec.owner == "poison" else made
+
+    monkeypatch.setattr(scheduler, "plan", poisoned)
+    specs = [every_minute(owner="poison"), every_minute()]
+    definitions = tuple(
+        JobDefinition(tenant="default", name=f"{spec.owner}-{number}", spec=spec)
+        for number in range(2)
+        for spec in specs
+    )
+    cluster.await_call(cluster.lead().submit(ApplyJobs(jobs=definitions, actor="a person")))
+    first_ms = cluster.next_minute()
+    cluster.until_wall(first_ms + MINUTE_MS + 500)
+    assert [due_times(cluster, f"{specs[1].owner}-{number}") for number in range(2)] == [minutes(first_ms, 2)] * 2
+    assert due_times(cluster, "poison-0") == []
+    assert any("poison-0" in warning for warning in cluster.leading().scheduler.warnings())
+
+    monkeypatch.undo()
+    cluster.apply("poison-0", every_minute())
+    cluster.until_wall(first_ms + 2 * MINUTE_MS + 500)
+    assert due_times(cluster, "poison-0") == minutes(first_ms, 3)
+
+
+async def test_the_timer_survives_a_look_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    looked: asyncio.Queue[int] = asyncio.Queue()
+
+    class Failing:
+        times = 0
+
+        def attach(self, schedule: Callable[[float], None]) -> None:
+            schedule(0.0)
+
+        def poll(self) -> None:
+            self.times += 1
+            looked.put_nowait(self.times)
+            if self.times == 1:
+                raise KeyError("what nobody thought of")
+
+    timer = scheduler.SchedulerTimer(Failing(), SystemClock())  # type: ignore[arg-type]
+    timer.start()
+    assert [await asyncio.wait_for(looked.get(), 10) for _ in range(2)] == [1, 2]
+    timer.stop()
+    assert "looking for what is due failed" in caplog.text
