@@ -10,7 +10,7 @@ from sidecar.core.jobs import Job
 from sidecar.core.occurrences import ENDED, Occurrence, OccurrenceState, idempotency_key
 from sidecar.core.runs import Run, Worker
 from sidecar.core.sessions import Session
-from sidecar.core.specification import JobSpec
+from sidecar.core.specification import JobSpec, ScheduleKind
 from sidecar.core.switches import Switch
 from sidecar.scheduling.schedules import Compiled, ScheduleError, compile_schedule
 from sidecar.services import specs
@@ -46,6 +46,7 @@ _REASONS = {
     "operator": "an operator stopped it",
     "killed": "a kill switch stopped it",
 }
+_OVERLAPPED = ("overlap", "overlap_buffer_full")
 _SWITCHED = ("paused", "draining", "killed")
 
 
@@ -60,7 +61,7 @@ class Explainer:
     def nothing(self, job: Job, due_ms: int) -> str:
         """Why there is no occurrence of a time; of no time in particular with 0."""
         if not due_ms:
-            return f"nothing of this job was due yet; {self._next(job)}"
+            return f"nothing of this job was due yet: {self._next(job)}"
         at, wall_ms = utc(due_ms), self._clock.wall_ms()
         try:
             compiled = compile_schedule(job.spec.schedule)
@@ -94,12 +95,21 @@ class Explainer:
             text += (
                 f"; before revision {job.revision}, of {utc(job.changed_wall_ms)}, the schedule may have been another"
             )
+        if job.spec.schedule.kind is ScheduleKind.MANUAL:
+            return text
         return f"{text}; due beside it: {beside}" if beside else f"{text}; it is never due"
 
     def _next(self, job: Job) -> str:
+        schedule = job.spec.schedule
+        if schedule.kind is ScheduleKind.MANUAL:
+            return "it runs only when it is triggered"
         if job.next_due_ms > 0:
-            return f"next: {utc(job.next_due_ms)}{self._suppressing(job)}"
-        return "its next due time is not computed yet" if job.next_due_ms < 0 else "it is not due by itself any more"
+            return f"the next will be {utc(job.next_due_ms)}{self._suppressing(job)}"
+        if job.next_due_ms < 0:
+            return "its next due time is not computed yet"
+        if schedule.kind is ScheduleKind.ONCE and schedule.at_ms <= job.created_wall_ms:
+            return f"its one time, {utc(schedule.at_ms)}, was past when the job was created"
+        return "it is not due by itself any more"
 
     def _suppressing(self, job: Job) -> str:
         switch = self._machine.effective_switch(job.tenant, job.name)
@@ -117,7 +127,7 @@ class Explainer:
     def one(self, job: Job | None, row: Occurrence) -> str:
         """What it waits for, or how it ended and why."""
         if row.state in ENDED:
-            return self._ended(row)
+            return self._ended(job, row)
         if row.state is OccurrenceState.RUNNING:
             return self._running(row)
         if job is None:
@@ -127,7 +137,7 @@ class Explainer:
         left = duration(row.start_by_ms - self._proposer.cluster_now_ms())
         return f"{self._waits(job, row)}; it is missed if it has not started in {left}"
 
-    def _ended(self, row: Occurrence) -> str:
+    def _ended(self, job: Job | None, row: Occurrence) -> str:
         kind, _, detail = row.reason.partition(":")
         word, _, switch = kind.partition(" ")
         text = row.state.name.lower()
@@ -138,6 +148,7 @@ class Explainer:
             text += f": {switch_text(known)}" if known is not None else f": {row.reason}"
         elif kind:
             text += f": {_REASONS.get(kind, kind)}" + (f" ({detail.strip()})" if detail else "")
+            text += self._in_the_way(job, row) if kind in _OVERLAPPED else ""
         text += _error(row)
         return f"{text}; it waits for a person to resolve it" if row.held else text
 
@@ -166,7 +177,7 @@ class Explainer:
                 return f"it waits for its next attempt, in {left}"
             return f"it waits for its place in the jitter of {duration(job.spec.jitter_ms)}, in {left}"
         if what == "overlap":
-            return self._overlap(row)
+            return self._overlap(job, row)
         if what == "no worker":
             return self._no_worker(job)
         if what == "start rate":
@@ -174,19 +185,42 @@ class Explainer:
             return f"it waits for its turn, by priority: starts are limited to {most} a second over all jobs"
         return self._free_slot(job, row)
 
-    def _overlap(self, row: Occurrence) -> str:
+    def _overlap(self, job: Job, row: Occurrence) -> str:
         """Which unfinished one of the job goes first."""
-        others = [
-            other
-            for other in self._machine.occurrences(row.tenant, row.job, None, BEFORE_SCAN_MAX)
-            if other.state not in ENDED and (other.due_ms, other.sequence) != (row.due_ms, row.sequence)
-        ]
+        others = [other for other in self._others(row) if other.state not in ENDED]
         first = next((other for other in others if other.state is OccurrenceState.RUNNING), None)
-        first = first or next(iter(others), None)
+        first = first or next(reversed(others), None)
         if first is None:
             return "it waits for the end of another one of the job"
-        state = f"running as {first.run}" if first.run else first.state.name.lower()
-        return f"it waits for the end of the one of {utc(first.due_ms)} ({state})"
+        return f"it waits for the end of the one of {utc(first.due_ms)} ({self._stands(job, first)})"
+
+    def _in_the_way(self, job: Job | None, row: Occurrence) -> str:
+        """Which one it was that another one was skipped for, and how that stands now."""
+        first = None
+        for other in self._others(row):
+            unfinished = other.state not in ENDED or other.ended_ms > row.ended_ms
+            if other.created_ms <= row.created_ms and unfinished:
+                first = other  # the oldest: it is what the others wait for
+        if first is None:
+            return ""
+        stands = f"it {first.state.name.lower()} at {utc(first.ended_wall_ms)}"
+        if first.state not in ENDED:
+            stands = f"now {self._stands(job, first)}"
+        return f": the one of {utc(first.due_ms)}, {stands}"
+
+    def _stands(self, job: Job | None, row: Occurrence) -> str:
+        """One that is unfinished, in few words."""
+        state = row.state.name.lower()
+        if row.run:
+            return f"{state} as {row.run}"
+        if job is None or self._machine.waits_for(row) == "overlap":
+            return state
+        return f"{state}: {self._waits(job, row)}"
+
+    def _others(self, row: Occurrence) -> list[Occurrence]:
+        """Of the same job, newest first."""
+        found = self._machine.occurrences(row.tenant, row.job, None, BEFORE_SCAN_MAX)
+        return [other for other in found if (other.due_ms, other.sequence) != (row.due_ms, row.sequence)]
 
     def _free_slot(self, job: Job, row: Occurrence) -> str:
         key = idempotency_key(row.job, row.due_ms, row.sequence, row.origin)

@@ -219,8 +219,13 @@ class Jobs(Resource):
 
     def _range(self, request: job_pb2.BackfillJobRequest) -> tuple[int, int]:
         wall_ms = self._views.wall_ms()
-        to_ms = check.number(request.to_wall_ms, "to_wall_ms", 1, wall_ms)
-        return check.number(request.from_wall_ms, "from_wall_ms", 0, to_ms - 1), to_ms
+        from_ms = translate.wall_ms(request.from_wall_ms, "from_wall_ms")
+        to_ms = translate.wall_ms(request.to_wall_ms, "to_wall_ms")
+        if to_ms > wall_ms:
+            raise _out_of_range("to_wall_ms", to_ms, f"it is in the future; allowed: at most now, {words.utc(wall_ms)}")
+        if from_ms >= to_ms:
+            raise _out_of_range("from_wall_ms", from_ms, f"allowed: before to_wall_ms, {words.utc(to_ms)}")
+        return from_ms, to_ms
 
     def _backfill_dry_run(self, row: Job, due: list[int]) -> Message:
         response = job_pb2.BackfillJobResponse(revision=self._machine.revision)
@@ -361,6 +366,11 @@ def _mismatch(definition: commands.JobDefinition, revision: int) -> ApiError:
         ("revision", str(revision)),
     )
     return refused(Refused(reason=Reason.JOB_REVISION_MISMATCH, message=message, facts=facts))
+
+
+def _out_of_range(field: str, at_ms: int, why: str) -> ApiError:
+    message = f"{field} is {at_ms} ({words.utc(at_ms)}); {why}"
+    return problem(Problem.VALUE_OUT_OF_RANGE, message, field=field, value=at_ms)
 
 
 def _compiled(spec: JobSpec) -> schedules.Compiled:

@@ -341,9 +341,11 @@ def text_of(spec: JobSpec) -> str:
     return f"{schedule_text(spec.schedule)}{spread}; {late}; {overlap}"
 
 
-def warnings_of(spec: JobSpec, wall_ms: int, flag_since_ms: int = 0) -> list[str]:
-    """What is allowed, and probably not meant."""
+def warnings_of(spec: JobSpec, wall_ms: int, flag_since_ms: int = 0, *, applied: bool = False) -> list[str]:
+    """What is allowed, and probably not meant. ``applied``: the schedule begins now."""
     found = []
+    if applied and spec.schedule.kind is not ScheduleKind.MANUAL and not _has_next(spec.schedule, wall_ms):
+        found.append("schedule: all its times are past; the job is never due by itself, and runs only when triggered")
     if spec.starting_deadline_ms < LEADER_CHANGE_MS:
         deadline = words.duration(spec.starting_deadline_ms)
         found.append(f"starting_deadline_ms: {deadline} is smaller than a leader change can take; runs may be missed")
@@ -364,6 +366,13 @@ def flag_warning(spec: JobSpec, wall_ms: int, flag_since_ms: int) -> str:
         return ""
     flag = "in shadow mode" if spec.mode is s.Mode.SHADOW else "with a canary"
     return f"it has been {flag} for {age_ms // 86_400_000} days; take the flag away, or it is forgotten"
+
+
+def _has_next(schedule: Schedule, wall_ms: int) -> bool:
+    try:
+        return schedules.compile_schedule(schedule).next_after(wall_ms) is not None
+    except schedules.ScheduleError:  # accepted under other zone rules than those of this node
+        return True
 
 
 def _period_ms(schedule: Schedule, wall_ms: int) -> int:

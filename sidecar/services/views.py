@@ -106,7 +106,9 @@ class Views:
             revision=done.revision,
             before=specs.spec_message(before) if before is not None else None,
             after=specs.spec_message(definition.spec),
-            warnings=specs.warnings_of(definition.spec, self.wall_ms(), flag_since_ms),
+            warnings=specs.warnings_of(
+                definition.spec, self.wall_ms(), flag_since_ms, applied=done.change is not JobChange.UNCHANGED
+            ),
             schedule_text=specs.text_of(definition.spec),
         )
 

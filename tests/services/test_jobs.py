@@ -9,6 +9,7 @@ import pytest
 from tenure.v1 import job_pb2, lease_pb2
 
 from sidecar.scheduling.zones import tzdata_version
+from sidecar.services import words
 from tests.services.calls import DEADLINE_S, Code, Refusal, open_session, refused
 from tests.services.cluster import Cluster, Stubs
 from tests.services.work import (
@@ -370,6 +371,14 @@ async def test_absurd_ranges_are_refused_with_their_size(shared: Cluster) -> Non
     await apply(stubs, definition("absurd", schedule={"interval": {"every_ms": 1_000}}))
     refusal = await refused(call(stubs, "BackfillJob", name="absurd", from_wall_ms=0, to_wall_ms=1_001_000))
     assert (refusal.code, refusal.reason, refusal.facts["field"]) == (INVALID, RANGE, "to_wall_ms")
+    for range_, said in (
+        ({"from_wall_ms": 0, "to_wall_ms": 4_102_444_800_000}, "(2100-01-01 00:00:00Z); it is in the future"),
+        (
+            {"from_wall_ms": 2_000, "to_wall_ms": 1_000},
+            "(1970-01-01 00:00:02Z); allowed: before to_wall_ms, 1970-01-01",
+        ),
+    ):
+        assert said in (await refused(call(stubs, "BackfillJob", name="absurd", **range_))).message
     assert (refusal.facts["count"], refusal.facts["limit"]) == ("1001", "1000")
     everything = await refused(call(stubs, "BackfillJob", name="absurd", from_wall_ms=0, to_wall_ms=wall_ms()))
     assert int(everything.facts["count"]) > 10**9
@@ -457,8 +466,13 @@ async def test_why_there_is_none(shared: Cluster) -> None:
     assert "still to come" in future.explanation
     assert future.job.name == "none"
     assert "nothing of this job was due yet" in (await why(0)).explanation
-    assert "not due by itself" in (await why(0, "none-manual")).explanation
-    assert "never due" in (await why(due_ms + HOUR_MS, "none-manual")).explanation
+    assert (await why(0, "none-manual")).explanation.endswith("due yet: it runs only when it is triggered")
+    assert "never due by itself" in (await why(due_ms + HOUR_MS, "none-manual")).explanation
+    (late,) = (await apply(stubs, definition("none-once", schedule={"once_wall_ms": due_ms - 1}))).jobs
+    assert late.warnings == [
+        "schedule: all its times are past; the job is never due by itself, and runs only when triggered"
+    ]
+    assert "was past when the job was created" in (await why(0, "none-once")).explanation
 
 
 async def test_what_it_waits_for(shared: Cluster) -> None:
@@ -493,6 +507,24 @@ async def test_what_it_waits_for(shared: Cluster) -> None:
     steps = [step.what for step in row.steps]
     assert (steps[0], steps[-1]) == ("created", "ended")
     assert [step.agent for step in row.steps if step.what == "assigned"] == ["new"]
+
+
+async def test_what_another_one_was_skipped_for(shared: Cluster) -> None:
+    stubs = shared.stubs()
+    await apply(stubs, definition("jammed"))
+    first, skipped = await trigger(stubs, "jammed"), await trigger(stubs, "jammed")
+    assert (skipped.state, skipped.reason) == (job_pb2.OCCURRENCE_STATE_SKIPPED, "overlap")
+
+    async def why() -> str:
+        return (await explain(stubs, "jammed")).explanation
+
+    named = f"another one of the job was unfinished: the one of {words.utc(first.due_wall_ms)}, "
+    assert f"{named}now pending: no session serves the job" in await why()
+    async with worker(stubs, ["jammed"]) as one:
+        run = await assigned(one)
+        assert f"{named}now running as {run.run_id}" in await why()
+        await one.do(2, **complete(run))
+    assert f"{named}it succeeded at " in await why()
 
 
 @pytest.mark.asyncio(loop_scope="function")
