@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from sidecar.scheduling.zones import tzdata_version
 from sidecar.services import SERVER_OPTIONS, specs
 from sidecar.services.explain import Explainer
 from tests.services.calls import DEADLINE_S, Code, acquire, get_lease, open_session, refused
-from tests.services.cluster import Cluster, Stubs, running_cluster
+from tests.services.cluster import Cluster, Sidecar, Stubs, running_cluster
 from tests.services.work import apply, assigned, definition, get_job, machine, set_switch, trigger, wall_ms, worker
 from tests.waiting import eventually
 
@@ -236,11 +237,18 @@ async def test_leadership_moves_at_the_request_of_any_node(tmp_path: Path) -> No
             await heard_by_leader(cluster)
 
 
+def knows(asked: Sidecar, leader: Sidecar) -> bool:
+    """A node that was started last may have heard of its leader, and have no connection of its own to it yet."""
+    status = asked.runtime.node.status()
+    return status.leader == leader.node_id and (asked is leader or status.peers[leader.node_id][0])
+
+
 async def test_leadership_that_does_not_move(tmp_path: Path) -> None:
     async with running_cluster(tmp_path, 3) as cluster:
         leader = cluster.leader
         one, other = (sidecar for sidecar in cluster.sidecars if sidecar is not leader)
         for asked in cluster.sidecars:
+            await eventually(functools.partial(knows, asked, leader))
             unknown = await refused(move(cluster.stubs(asked), "n9"))
             assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "NODE_NOT_FOUND")
             assert unknown.facts["nodes"] == "n1,n2,n3"
