@@ -179,7 +179,15 @@ def calling(function: Callable[Concatenate[Target, P], Coroutine[Any, Any, None]
         target = Target(**{name: given.pop(name) for name in SHARED})
         target.warn_of_unknown_variables()
         work: Any = function
-        asyncio.run(work(target, **given))
+        try:
+            asyncio.run(work(target, **given))
+        except Exception as error:
+            from sidecar.cli.near import with_hint
+
+            hinted = with_hint(target, error, given.get("job"))
+            if hinted is None:
+                raise
+            raise hinted from error
 
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
     keyword = inspect.Parameter.KEYWORD_ONLY

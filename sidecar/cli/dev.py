@@ -57,7 +57,7 @@ def dev(
 
 @app.command()
 def kill(context: typer.Context, target: Words, json: Json = False) -> None:
-    """Kill -9 the Raft leader, the agent that holds the lease, or a certain node or agent."""
+    """Kill -9 the Raft leader, the agent at work, or a certain node or agent."""
     report(order(context, {"order": "kill", "target": name_of(target)}), json)
 
 

@@ -8,12 +8,16 @@ import typer
 
 from sidecar.cli import calls, named, output, shown, times
 from sidecar.cli.calls import Target, calling
+from sidecar.cli.failures import USAGE, CliError
 from sidecar.cli.named import JobName, both, label
 from sidecar.cli.occurrences import resolve_command
 
 if TYPE_CHECKING:
+    import grpc.aio
     from tenure.v1 import job_pb2
 
+# Due times looked at in the hour that a clock change leaves out.
+PREVIEWED = 200
 ORIGINS = {
     1: "by its schedule", 2: "caught up with, after it was late", 3: "triggered by hand", 4: "backfilled by hand",
 }  # fmt: skip
@@ -41,13 +45,35 @@ async def explain(
         due_ms = 0
         if time:
             zone = (await named.get_job(target, channel, tenant, name)).spec.schedule.zone
-            due_ms = named.when(time, zone, "TIME")
+            due_ms = await due_time(target, channel, (tenant, name), zone, time)
         request = job_pb2.ExplainOccurrenceRequest(tenant=tenant, job=name, due_wall_ms=due_ms)
         response = await named.stub_of(channel).ExplainOccurrence(request, timeout=target.timeout)
     if target.json:
         output.print_json(calls.as_dict(response))
     else:
         print("\n".join(story(response, f"{tenant}/{name}", due_ms)))
+
+
+async def due_time(target: Target, channel: grpc.aio.Channel, job: tuple[str, str], zone: str, time: str) -> int:
+    """The moment that is meant. For a local time that a clock change leaves out it is when the job is due instead."""
+    from tenure.v1 import job_pb2
+
+    try:
+        times.parse_when(time, zone or "UTC", times.now_ms())
+    except times.LeftOutError as left_out:
+        tenant, name = job
+        request = job_pb2.PreviewJobRequest(tenant=tenant, name=name, from_wall_ms=left_out.from_ms, count=PREVIEWED)
+        response = await named.stub_of(channel).PreviewJob(request, timeout=target.timeout)
+        for due in response.due:
+            if due.due_wall_ms <= left_out.until_ms and "in the gap" in due.clock_change:
+                target.say(f"{left_out}; the job is due at {both(due.due_wall_ms, zone)} instead")
+                return int(due.due_wall_ms)
+        said = f"TIME: {left_out}, and the job is not due in its place"
+        todo = f"'tenure job preview {tenant}/{name} --from {left_out.from_ms}' shows when it is due"
+        raise CliError(said, reason="USAGE", status=USAGE, todo=todo) from left_out
+    except ValueError:
+        pass
+    return named.when(time, zone, "TIME")
 
 
 def story(told: job_pb2.ExplainOccurrenceResponse, name: str, due_ms: int) -> list[str]:
@@ -93,6 +119,8 @@ def occurrence_lines(occurrence: job_pb2.Occurrence, zone: str) -> list[str]:
     return lines
 
 
+# Reasons that a worker would have prevented, or may have.
+WANTING = ("overlap", "starting_deadline")
 STEPS = {
     "created": "it came up", "assigned": "attempt {attempt} given to {who}", "checkpointed": "state stored by {who}",
     "interrupted": "{who} told to stop", "acknowledged": "{who} has stopped",
@@ -143,10 +171,23 @@ def what_next(told: job_pb2.ExplainOccurrenceResponse) -> list[str]:
     if job.switch_id:
         why = "tells who stops it and why; 'tenure resume' lets it go on, and makes up for nothing"
         todo.insert(0, f"tenure switch show {job.switch_id}   # {why}")
+    if unserved(told):
+        todo.insert(0, f"tenure worker --job {job.tenant}/{job.name} -- COMMAND   # nobody serves the job now")
+    if job.name and not told.occurrences and job.spec.schedule.HasField("manual"):
+        todo.append(f"tenure job trigger {job.tenant}/{job.name} --reason '...'   # to run it")
     lines = [f"{label('' if number else 'do')}{command}" for number, command in enumerate(todo)]
     if not job.name:
         return [*lines, f"{label('job')}it has been deleted"]
     return [*lines, f"{label('runbook')}{job.spec.runbook_url}", f"{label('owner')}{job.spec.owner}"]
+
+
+def unserved(told: job_pb2.ExplainOccurrenceResponse) -> bool:
+    """Whether it did not run, or does not, for want of a worker."""
+    from tenure.v1 import job_pb2
+
+    waiting = (job_pb2.OCCURRENCE_STATE_PENDING, job_pb2.OCCURRENCE_STATE_RETRYING)
+    wanting = (each.state in waiting or each.reason.startswith(WANTING) for each in told.occurrences)
+    return bool(told.job.name) and not told.job.workers and any(wanting)
 
 
 def command_for(occurrence: job_pb2.Occurrence, job: job_pb2.Job) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sidecar.cli import shown
+
 if TYPE_CHECKING:
     from tenure.errors import TenureError
 
@@ -19,6 +21,10 @@ MEANING = {
     UNKNOWN: "indefinite: it may have happened; ask what is so before you repeat it",
     UNREACHABLE: "definite: it did not happen, nobody could be reached who may do it",
 }
+
+# Facts that a sentence is made of; and how long another one must be to be found in it by no accident.
+SENTENCE = ("field", "value", "allowed", "part")
+SAID_CHARS = 3
 
 # What to do about a refusal whose message says only what is so.
 NEXT_STEPS = {
@@ -37,9 +43,17 @@ NEXT_STEPS = {
 class CliError(Exception):
     """A failure that a command reports in its own words. ``todo`` says what the reader can do about it."""
 
-    def __init__(self, message: str, *, reason: str = "", status: int = REFUSED, todo: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        status: int = REFUSED,
+        todo: str = "",
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.reason, self.status, self.todo = reason, status, todo
+        self.reason, self.status, self.todo, self.facts = reason, status, todo, facts or {}
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,7 @@ class Failure:
 
     def as_text(self) -> str:
         lines = [f"tenure: {self.message}" + (f" [{self.reason}]" if self.reason else "")]
-        lines += [f"  {name}: {value}" for name, value in self.facts.items()]
+        lines += told(self.message, self.facts)
         if self.status in MEANING:  # a command's own statuses say it in their message
             lines.append(f"  {MEANING[self.status]}")
         if self.retry_delay_ms:
@@ -69,6 +83,20 @@ class Failure:
         if self.todo:
             lines.append(f"  {self.todo}")
         return "\n".join(lines)
+
+
+def told(message: str, facts: Mapping[str, str]) -> list[str]:
+    """The facts that the message has not said, always in the same order, as a person reads them."""
+    lines = []
+    for name, value in sorted(facts.items()):
+        if not value or (value in message and (len(value) >= SAID_CHARS or name in SENTENCE)):
+            continue
+        if value.isdigit() and name.endswith("_wall_ms"):
+            name, value = name.removesuffix("_wall_ms"), shown.wall(int(value))
+        elif value.isdigit() and name.endswith("_ms"):
+            name, value = name.removesuffix("_ms"), shown.duration(int(value))
+        lines.append(f"  {name.replace('_', ' ')}: {value}")
+    return lines
 
 
 def render(error: Exception, argv: Sequence[str]) -> int | None:
@@ -90,7 +118,7 @@ def explain(error: Exception) -> Failure | None:
     from sidecar.dev.errors import DevError
 
     if isinstance(error, CliError):
-        return Failure(str(error), error.status, reason=error.reason, todo=error.todo)
+        return Failure(str(error), error.status, reason=error.reason, todo=error.todo, facts=error.facts)
     if isinstance(error, DevError):
         return Failure(str(error), REFUSED)
     if type(error).__module__ == "sidecar.config":  # ConfigError, without importing pydantic to find out

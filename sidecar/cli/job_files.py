@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from sidecar.cli import times, yaml_nodes
+from sidecar.cli import shown, times, yaml_nodes
 from sidecar.cli.failures import USAGE, CliError
 from sidecar.cli.job_fields import Fields, Problem, Report, forms_of, hint, listed
 from sidecar.cli.yaml_nodes import Entry, Items, Mapping, Node, Text, YamlError
@@ -136,8 +136,8 @@ def refuse(problems: Iterable[Problem], files: Sequence[str]) -> NoReturn:
     lines = [str(problem) for problem in problems[:PROBLEMS_SHOWN_MAX]]
     if len(problems) > len(lines):
         lines.append(f"and {len(problems) - len(lines)} more")
-    count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-    raise CliError(f"{count}, nothing is applied\n  " + "\n  ".join(lines), reason="JOB_FILE", status=USAGE)
+    said = f"{shown.counted(len(problems), 'mistake')}, nothing is applied"
+    raise CliError("\n  ".join([said, *lines]), reason="JOB_FILE", status=USAGE)
 
 
 class Reader:
@@ -365,9 +365,9 @@ class Reader:
     def _of_schedule(self, job: Located, wrong: ScheduleProblem, known: Sequence[Problem]) -> None:
         first, _, part = wrong.field.partition(" ")
         field = f"schedule.{SCHEDULE_FIELDS.get(first, first)}"
-        shown = wrong.value if first.endswith("_ms") else repr(wrong.value)
+        value = wrong.value if first.endswith("_ms") else repr(wrong.value)
         if not said_at(known, job.line_of(field)):
-            self._report.wrong(job.line_of(field), in_words(f"{f'{field} {part}'.strip()} is {shown}{wrong.said}"))
+            self._report.wrong(job.line_of(field), in_words(f"{f'{field} {part}'.strip()} is {value}{wrong.said}"))
 
 
 def said_at(known: Sequence[Problem], line: int) -> bool:

@@ -86,7 +86,7 @@ def located_error(error: Exception, located: Sequence[Located]) -> CliError | No
 def print_applied(jobs: Sequence[job_pb2.AppliedJob], dry_run: bool) -> None:
     from tenure.v1 import job_pb2
 
-    from sidecar.cli import job_yaml
+    from sidecar.cli import job_files, job_yaml
 
     counts = {"created": 0, "changed": 0, "unchanged": 0}
     for job in jobs:
@@ -100,7 +100,7 @@ def print_applied(jobs: Sequence[job_pb2.AppliedJob], dry_run: bool) -> None:
             print(f"{name}: {'would be ' if dry_run else ''}{change}, revision {job.revision}")
             print(f"  {job.schedule_text.partition('; ')[0]}")
         for warning in job.warnings:
-            print(f"  warning: {warning}")
+            print(f"  warning: {job_files.in_words(warning)}")
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
     print(f"{'dry run, nothing is changed: ' if dry_run else ''}{summary}")
 
@@ -185,6 +185,8 @@ async def show(
 
 
 def print_job(job: job_pb2.Job) -> None:
+    from sidecar.cli.job_files import in_words
+
     spec, zone, now_ms = job.spec, job.spec.schedule.zone, times.now_ms()
     line = named.label
     mode = " (shadow: nothing is handed out)" if spec.mode == 2 else ""
@@ -201,7 +203,10 @@ def print_job(job: job_pb2.Job) -> None:
         print(
             f"{line('switch')}{shown.enum(job, 'switch_mode').upper()} by {job.switch_id}; 'tenure switch show' tells"
         )
-    slots = f"{job.workers} sessions serve it, {job.free_slots} slots free" if job.workers else "NO session serves it"
+    slots = "NO session serves it"
+    if job.workers:
+        serve = "1 session serves it" if job.workers == 1 else f"{job.workers} sessions serve it"
+        slots = f"{serve}, {shown.counted(job.free_slots, 'slot')} free"
     print(f"{line('now')}{job.running} running, {job.pending} waiting; {slots}")
     for run in job.runs:
         print(f"{line('')}{run_line(run)}")
@@ -212,7 +217,7 @@ def print_job(job: job_pb2.Job) -> None:
         print(f"{line('' if number else 'recent')}{named.both(each.due_wall_ms, zone)}: {named.outcome(each)}")
     print(f"{line('changed')}{named.utc_short(job.changed_wall_ms)} by {job.changed_by or 'nobody who is known'}")
     for warning in job.warnings:
-        print(f"{line('warning')}{warning}")
+        print(f"{line('warning')}{in_words(warning)}")
 
 
 def run_line(run: job_pb2.Run) -> str:
@@ -381,6 +386,8 @@ async def rollback(
         if wanted not in kept:
             todo = f"'tenure job history {job}' lists them"
             said = f"revision {wanted} of {job} is not kept; kept are {', '.join(map(str, sorted(kept)))}"
+            if now == 1 and not to:
+                said, todo = f"{job} has never been changed: there is no older revision than 1", ""
             raise CliError(said, reason="JOB_REVISION_GONE", status=REFUSED, todo=todo)
         lines = spec_change(f"{tenant}/{name}", kept[now], kept[wanted])
         if dry_run:
@@ -425,4 +432,4 @@ async def delete(target: Target, job: JobName, reason: Reason, actor: Actor) -> 
     if target.json:
         output.print_json(calls.as_dict(response))
     else:
-        print(f"deleted {tenant}/{name} (revision {response.revision})")
+        print(f"deleted {tenant}/{name}; its history stays for its time ('tenure job occurrences {job}')")

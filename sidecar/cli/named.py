@@ -50,8 +50,9 @@ def when(text: str, zone: str, what: str) -> int:
     try:
         return times.parse_when(text, zone or "UTC", times.now_ms())
     except ValueError as error:
-        todo = "write 2026-03-29T09:00:00+02:00; or, by the clocks of the job's zone, 09:00 or 'yesterday 09:00'"
-        raise CliError(f"{what}: {error}", reason="USAGE", status=USAGE, todo=todo) from error
+        said = str(error).partition("; write ")[0]
+        todo = "write 2026-03-29T09:00:00+02:00; or, by the clocks of the job's zone, 09:00, 'yesterday 09:00' or now"
+        raise CliError(f"{what}: {said}", reason="USAGE", status=USAGE, todo=todo) from error
 
 
 def both(ms: int, zone: str) -> str:

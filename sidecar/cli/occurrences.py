@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -78,36 +79,46 @@ async def trigger(
     async with target.channel() as channel:
         response = await named.stub_of(channel).TriggerJob(request, timeout=target.timeout)
         occurrence = response.occurrence
-        if not wait or ended(occurrence):
-            report_triggered(target, job, occurrence, waited=wait)
-            return
-        target.say(f"{job}: due {named.utc_short(occurrence.due_wall_ms)}, waiting for its outcome")
-        occurrence = await followed(target, channel, occurrence, limit_ms / 1_000)
-    report_triggered(target, job, occurrence, waited=True)
+        if wait and not ended(occurrence):
+            target.say(f"{job}: due {named.utc_short(occurrence.due_wall_ms)}, waiting for its outcome")
+            occurrence, why = await followed(target, channel, occurrence, limit_ms / 1_000)
+        else:
+            occurrence, why = await explained(target, channel, occurrence)
+    report_triggered(target, job, occurrence, why, waited=wait)
+
+
+async def explained(
+    target: Target, channel: grpc.aio.Channel, occurrence: job_pb2.Occurrence
+) -> tuple[job_pb2.Occurrence, str]:
+    """As it is now, and what the sidecar says of it."""
+    from tenure.v1 import job_pb2
+
+    request = job_pb2.ExplainOccurrenceRequest(
+        tenant=occurrence.tenant, job=occurrence.job, due_wall_ms=occurrence.due_wall_ms
+    )
+    response = await named.stub_of(channel).ExplainOccurrence(request, timeout=target.timeout)
+    fitting = [each for each in response.occurrences if each.sequence == occurrence.sequence]
+    if not fitting:  # the job was deleted, and its history is over
+        return occurrence, ""
+    return fitting[0], response.explanation if len(response.occurrences) == 1 else ""
 
 
 async def followed(
     target: Target, channel: grpc.aio.Channel, occurrence: job_pb2.Occurrence, limit_s: float
-) -> job_pb2.Occurrence:
+) -> tuple[job_pb2.Occurrence, str]:
     """The occurrence when it has ended, or as it is when the time is up. Says what it waits for when that changes."""
-    from tenure.v1 import job_pb2
-
     until, said = time.monotonic() + limit_s, ""
-    request = job_pb2.ExplainOccurrenceRequest(
-        tenant=occurrence.tenant, job=occurrence.job, due_wall_ms=occurrence.due_wall_ms
-    )
     while True:
-        response = await named.stub_of(channel).ExplainOccurrence(request, timeout=target.timeout)
-        fitting = [each for each in response.occurrences if each.sequence == occurrence.sequence]
-        if not fitting:  # the job was deleted, and its history is over
-            return occurrence
-        occurrence = fitting[0]
+        occurrence, why = await explained(target, channel, occurrence)
         if ended(occurrence) or time.monotonic() > until:
-            return occurrence
+            return occurrence, why
         state = f"{shown.enum(occurrence, 'state')}, attempt {occurrence.attempt}"
-        if state != said:
-            target.say(f"  {state}")
-            said = state
+        waits = "" if occurrence.run_id else why
+        # How long it still waits changes all the time.
+        now = state + re.sub(r"\d+", "", waits.partition("; ")[0])
+        if now != said:
+            target.say(f"  {state}" + (f": {waits}" if waits else ""))
+            said = now
         await asyncio.sleep(POLL_S)
 
 
@@ -117,11 +128,13 @@ def ended(occurrence: job_pb2.Occurrence) -> bool:
     return occurrence.state >= job_pb2.OCCURRENCE_STATE_SUCCEEDED
 
 
-def report_triggered(target: Target, job: str, occurrence: job_pb2.Occurrence, *, waited: bool) -> None:
+def report_triggered(target: Target, job: str, occurrence: job_pb2.Occurrence, why: str, *, waited: bool) -> None:
     if target.json:
         output.print_json(calls.as_dict(occurrence))
     else:
         print(f"{job}: due {named.utc_short(occurrence.due_wall_ms)}, {named.outcome(occurrence)}")
+        if why and not occurrence.run_id and why != shown.enum(occurrence, "state"):
+            print(f"  {why}")
         if occurrence.error:
             print(f"  error: {occurrence.error}")
         if occurrence.result:
@@ -154,17 +167,17 @@ async def backfill(
 ) -> None:
     """Run due times of the past that did not succeed, in their order, one after another.
 
-    Times are RFC 3339, or by the clocks of the job's zone: '2026-03-29 09:00', 09:00 (of today), 'yesterday 09:00'.
+    Times are RFC 3339, or by the clocks of the job's zone: '2026-03-29 09:00', 09:00 (today), 'yesterday 09:00', now.
     """
     from tenure.v1 import job_pb2
 
     tenant, name = named.job_of(target, job)
     async with target.channel() as channel:
         zone = (await named.get_job(target, channel, tenant, name)).spec.schedule.zone
+        from_ms, to_ms = range_of(from_, to, zone)
         request = job_pb2.BackfillJobRequest(
-            tenant=tenant, name=name, from_wall_ms=named.when(from_, zone, "FROM"),
-            to_wall_ms=named.when(to, zone, "TO"), actor=actor, reason=reason, dry_run=dry_run,
-            request_id=calls.fresh_request_id(),
+            tenant=tenant, name=name, from_wall_ms=from_ms, to_wall_ms=to_ms, actor=actor, reason=reason,
+            dry_run=dry_run, request_id=calls.fresh_request_id(),
         )  # fmt: skip
         response = await named.stub_of(channel).BackfillJob(request, timeout=target.timeout)
     if target.json:
@@ -175,7 +188,20 @@ async def backfill(
     for due in response.due:
         print(f"{named.both(due.due_wall_ms, zone)}  {words.get(due.what, due.what)}")
     count = sum(due.what == "created" for due in response.due)
-    print(f"{count} of {len(response.due)} due times {made}")
+    print(f"{count} of {shown.counted(len(response.due), 'due time')} {made}")
+
+
+def range_of(from_: str, to: str, zone: str) -> tuple[int, int]:
+    """Of a backfill; told in the words it was given in when it is none."""
+    from_ms, to_ms, now_ms = named.when(from_, zone, "FROM"), named.when(to, zone, "TO"), times.now_ms()
+    said = ""
+    if to_ms > now_ms:
+        said = f"TO is {named.both(to_ms, zone)}, which is still to come (it is {named.both(now_ms, zone)})"
+    elif from_ms >= to_ms:
+        said = f"FROM is {named.both(from_ms, zone)}, which is not before TO, {named.both(to_ms, zone)}"
+    if said:
+        raise CliError(said, reason="USAGE", status=USAGE, todo="'now' means up to now")
+    return from_ms, to_ms
 
 
 @calling
@@ -265,8 +291,11 @@ async def resolve(
     reason: Reason,
     actor: Actor,
     sequence: Annotated[
-        int, typer.Option("--sequence", min=0, help="Of one that was triggered or backfilled; 'held' shows it.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--sequence", min=0, help="Tells those of one time apart; 'held' shows it.", show_default="the held one"
+        ),
+    ] = None,
     result: Annotated[str, typer.Option("--result", help="The result, for --as succeeded.")] = "",
     error: Annotated[str, typer.Option("--error", help="The error, for --as failed.")] = "",
 ) -> None:
@@ -276,8 +305,11 @@ async def resolve(
     tenant, name = named.job_of(target, job)
     async with target.channel() as channel:
         zone = (await named.get_job(target, channel, tenant, name)).spec.schedule.zone
+        due_ms = named.when(time, zone, "TIME")
+        if sequence is None:
+            sequence = await sequence_of_held(target, channel, tenant, name, due_ms)
         request = job_pb2.ResolveOccurrenceRequest(
-            tenant=tenant, job=name, due_wall_ms=named.when(time, zone, "TIME"), sequence=sequence, attempt=attempt,
+            tenant=tenant, job=name, due_wall_ms=due_ms, sequence=sequence, attempt=attempt,
             resolution=job_pb2.OccurrenceResolution.Value(f"OCCURRENCE_RESOLUTION_{as_.name}"),
             result=result.encode(), error=error, actor=actor, reason=reason, request_id=calls.fresh_request_id(),
         )  # fmt: skip
@@ -287,3 +319,18 @@ async def resolve(
     else:
         settled = response.occurrence
         print(f"{tenant}/{name} due {named.both(settled.due_wall_ms, zone)} is {named.outcome(settled)}")
+
+
+async def sequence_of_held(target: Target, channel: grpc.aio.Channel, tenant: str, name: str, due_ms: int) -> int:
+    """Of the one of this time that waits for a person. There is none: the schedule's, of which the sidecar says why."""
+    from tenure.v1 import job_pb2
+
+    request = job_pb2.ExplainOccurrenceRequest(tenant=tenant, job=name, due_wall_ms=due_ms)
+    response = await named.stub_of(channel).ExplainOccurrence(request, timeout=target.timeout)
+    held = [each for each in response.occurrences if each.held]
+    if len(held) > 1:
+        said = (
+            f"{len(held)} of that time wait for a person: say --sequence {' or '.join(str(e.sequence) for e in held)}"
+        )
+        raise CliError(said, reason="USAGE", status=USAGE, todo="'tenure job held' shows each with its command")
+    return held[0].sequence if held else 0

@@ -43,7 +43,8 @@ async def status(target: Target) -> None:
     print(f"leader    {now.leader_id or 'none known'}, term {now.term}" + ("" if now.voter else "; not a voter yet"))
     print(f"log       applied {now.applied_index} of {now.commit_index} committed, {now.last_index} stored,", end=" ")
     print(f"snapshot {now.snapshot_index}")
-    print(f"state     {now.sessions} sessions, {now.leases} leases, {now.records} records, revision {now.revision}")
+    state = ", ".join(shown.counted(getattr(now, f"{noun}s"), noun) for noun in ("session", "lease", "record"))
+    print(f"state     {state}, revision {now.revision}")
     print_work(now)
     print(f"process   version {now.version}, up {shown.duration(now.uptime_ms)}, wall clock {shown.wall(now.wall_ms)}")
     for warning in now.warnings:
@@ -61,7 +62,8 @@ async def status(target: Target) -> None:
 
 def print_work(now: cluster_pb2.GetStatusResponse) -> None:
     """Jobs, what stops them, and whether their due times are computed."""
-    print(f"jobs      {now.jobs} jobs, {now.runs} running, {now.occurrences} occurrences kept")
+    kept = shown.counted(now.occurrences, "occurrence")
+    print(f"jobs      {shown.counted(now.jobs, 'job')}, {now.runs} running, {kept} kept")
     stopped = f"{now.switches} IN FORCE; 'tenure switch ls' tells" if now.switches else "none in force"
     print(f"switches  {stopped}; kill epoch {now.kill_epoch}")
     if now.schedule_held_reason:

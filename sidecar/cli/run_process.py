@@ -238,6 +238,7 @@ class RunProcess:
         result, state, remark = b"", None, ""
         if status == 0:
             result, remark = self._bounded(self._result, RESULT_BYTES_MAX)
+            result = result or remark.encode()  # nobody should take it for a run without a result
         else:
             found, remark = self._bounded(self._state, CHECKPOINT_BYTES_MAX)
             state = found if found and found != self._receipt.checkpoint else None

@@ -16,7 +16,9 @@ def duration(ms: int) -> str:
         return f"{ms / 1_000:.1f} s"
     if ms < 7_200_000:
         return f"{ms / 60_000:.1f} min"
-    return f"{ms / 3_600_000:.1f} h"
+    if ms < 172_800_000:
+        return f"{ms / 3_600_000:.1f} h"
+    return f"{ms / 86_400_000:.1f} d"
 
 
 def counted(number: int, noun: str) -> str:

@@ -204,7 +204,9 @@ async def kill(
         if wait and switch.runs_at_set:
             told = await interrupted(target, channel, switch)
             if switch.runs_left:
-                target.say(f"  waiting for the end of {switch.runs_left} runs (Ctrl-C ends only the waiting)")
+                target.say(
+                    f"  waiting for the end of {shown.counted(switch.runs_left, 'run')} (Ctrl-C ends only the waiting)"
+                )
             switch = await effect(target, channel, switch, limit_s)
             if switch.runs_left or switch.runs_unacknowledged:
                 silent = await not_acknowledged(target, channel, told)
@@ -258,15 +260,16 @@ def effect_lines(switch: switch_pb2.Switch, silent: list[job_pb2.Run], *, waited
     lines = []
     if switch.runs_ended:
         took = shown.duration(switch.effect_ms)
-        lines.append(f"  {switch.runs_ended} of {switch.runs_at_set} runs have ended, the slowest after {took}")
+        ran = shown.counted(switch.runs_at_set, "run")
+        lines.append(f"  {switch.runs_ended} of {ran} ended, the slowest after {took}")
     if switch.runs_unacknowledged:
         lines.append(
             f"  {switch.runs_unacknowledged} of them WITHOUT an acknowledgement: their work may go on, "
             "see to the processes themselves"
         )
     if switch.runs_left:
-        still = "have not ended yet" if waited else "are told to stop; 'tenure switch show' tells how it goes"
-        lines.append(f"  {switch.runs_left} runs {still}")
+        still = "not ended yet" if waited else "told to stop; 'tenure switch show' tells how it goes"
+        lines.append(f"  {shown.counted(switch.runs_left, 'run')} {still}")
     for run in silent:
         who = f"{run.agent or 'an agent'} on {run.host or 'an unknown host'}, session {run.session_id}"
         lines.append(f"    {run.tenant}/{run.job} {run.run_id}: {who}")
@@ -334,9 +337,8 @@ async def end(target: Target, channel: grpc.aio.Channel, switch_id: str, tenant:
     print(f"{scope_shown(switch)} goes on: switch {switch.switch_id} is cleared")
     print(f"  it was set by {switch.actor} at {named.utc_short(switch.set_wall_ms)}: {switch.reason}")
     if switch.suppressed:
-        print(
-            f"  {switch.suppressed} due times did not run because of it, and will not ('tenure job backfill' runs them)"
-        )
+        count = shown.counted(switch.suppressed, "due time")
+        print(f"  {count} did not run because of it, and will not ('tenure job backfill' runs them)")
 
 
 # ---- look
@@ -391,7 +393,7 @@ async def show(target: Target, switch: SwitchId) -> None:
     print(f"{line('set')}{named.utc_short(found.set_wall_ms)} by {found.actor}: {found.reason}")
     by = f" by {found.end_actor}: {found.end_reason}" if found.end_actor else ""
     print(f"{line('lasts')}{lasts(found)}{by}")
-    print(f"{line('did')}{found.suppressed} due times did not run because of it")
+    print(f"{line('did')}{shown.counted(found.suppressed, 'due time')} did not run because of it")
     if found.mode == 3:
         print(f"{line('epoch')}{found.kill_epoch}: what was given out before it is refused")
         print("\n".join(effect_lines(found, [], waited=True)))

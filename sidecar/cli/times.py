@@ -31,6 +31,14 @@ _CLOCK = re.compile(r"(?:(today|yesterday|tomorrow)\s+)?(\d{1,2}):(\d\d)(?::(\d\
 EPOCH = datetime(1970, 1, 1)
 
 
+class LeftOutError(ValueError):
+    """A local time that a clock change leaves out. What is due in its place is so from ``from_ms`` to ``until_ms``."""
+
+    def __init__(self, text: str, from_ms: int, until_ms: int) -> None:
+        super().__init__(text)
+        self.from_ms, self.until_ms = from_ms, until_ms
+
+
 def parse_duration(text: str) -> int:
     """Milliseconds. Raises ValueError that says what is allowed."""
     if not is_duration(text):
@@ -108,10 +116,11 @@ def _of_zone(local_ms: int, name: str, text: str) -> int:
     from sidecar.scheduling.zones import zone
 
     found = zone(name)
-    offsets = {found.offset_ms(local_ms - DAY_MS), found.offset_ms(local_ms + DAY_MS)}
-    fitting = sorted(local_ms - offset for offset in offsets if found.offset_ms(local_ms - offset) == offset)
+    old, new = found.offset_ms(local_ms - DAY_MS), found.offset_ms(local_ms + DAY_MS)
+    fitting = sorted(local_ms - offset for offset in {old, new} if found.offset_ms(local_ms - offset) == offset)
     if not fitting:
-        raise ValueError(f"{text!r} does not exist in {name}: the clocks are put forward over it")
+        said = f"{text!r} does not exist in {name}: the clocks are put forward over it"
+        raise LeftOutError(said, local_ms - new, local_ms - old)
     if len(fitting) > 1:
         both = " or ".join(rfc3339(each, name) for each in fitting)
         raise ValueError(f"{text!r} comes twice in {name}: say which one, {both}")
@@ -120,8 +129,10 @@ def _of_zone(local_ms: int, name: str, text: str) -> int:
 
 def parse_when(text: str, zone: str, now_ms: int) -> int:
     """A moment as somebody on call says it: RFC 3339 or local time of ``zone``; ``09:00`` (of today there),
-    ``yesterday 09:00``; or milliseconds since 1970. Raises ValueError that says what is allowed."""
+    ``yesterday 09:00``, ``now``; or milliseconds since 1970. Raises ValueError that says what is allowed."""
     text = " ".join(text.split())
+    if text.lower() == "now":
+        return now_ms
     if text.isascii() and text.isdigit() and len(text) > 8:
         return _within(int(text), text)
     clock = _CLOCK.fullmatch(text.lower())

@@ -229,7 +229,8 @@ class Explainer:
             return f"its effect is in progress by session {record.owner} (dedup record {key})"
         _, _, workers, free_slots = self._machine.job_counts(job.tenant, job.name)
         if not free_slots:
-            return f"it waits for a free slot: {workers} sessions serve the job, and all their slots are taken"
+            serve = "1 session serves" if workers == 1 else f"{workers} sessions serve"
+            return f"it waits for a free slot: {serve} the job, and all slots are taken"
         canary = job.spec.canary
         if canary is not None:
             label = f"{canary.label}={canary.value}"
@@ -247,7 +248,9 @@ class Explainer:
             for session, worker in serving[:WORKERS_SHOWN_MAX]
             if (why := misfit(job.spec, session, worker))
         ]
-        return f"{len(serving)} sessions serve the job and none fits: {'; '.join(shown)}"
+        many = len(serving) > 1
+        serve = f"{len(serving)} sessions serve the job and none fits" if many else "1 session serves the job, unfit"
+        return f"{serve}: {'; '.join(shown)}"
 
     def _serving(self, job: Job) -> Iterator[tuple[Session, Worker]]:
         after = ""

@@ -61,10 +61,19 @@ def test_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == (
         "",
         "tenure: 'nightly' is held [LEASE_HELD]\n"
-        "  holder_session_id: s1\n"
+        "  holder session id: s1\n"
         "  definite: it did not happen\n"
         "  trying again may help after 1500 ms\n",
     )
+
+
+def test_facts_are_told_once_in_order_and_as_a_person_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"since_wall_ms": "1774767600000", "actor": "lena", "mode": "PAUSE", "wait_ms": "90000", "field": "x"}
+    for order in (list(facts), sorted(facts)):
+        error = errors.Definite("x is paused by lena", facts={name: facts[name] for name in order})
+        render(error, ["tenure"])
+        lines = capsys.readouterr().err.splitlines()[1:-1]
+        assert lines == ["  mode: PAUSE", "  since: 2026-03-29 07:00:00.000Z", "  wait: 90.0 s"]
 
 
 def test_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:

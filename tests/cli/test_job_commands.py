@@ -196,9 +196,8 @@ async def test_a_failure_is_the_exit_status(run: Run, address: str) -> None:
     assert done.returncode == 1
     assert "failed" in done.stdout
     assert "error: bad data" in done.stdout
-    never = await asyncio.to_thread(
-        run, "job", "trigger", "fails", "--reason", "x", "--wait", "--wait-max", "1ms", "--json"
-    )
+    impatient = ("job", "trigger", "fails", "--reason", "x", "--wait", "--wait-max", "1ms")
+    never = await asyncio.to_thread(run, *impatient, "--json")
     assert never.returncode == 3
     assert json.loads(never.stdout)["state"] == "OCCURRENCE_STATE_PENDING"
 
@@ -213,8 +212,9 @@ async def test_a_lost_holder_is_held_for_a_person(run: Run, address: str) -> Non
     command = next(line for line in held.splitlines() if line.strip().startswith("tenure job resolve"))
     assert command.strip() in ok(await asyncio.to_thread(run, "explain", "once"))
     words = command.split()[1:]
-    words = words[: words.index("--attempt")]
     assert words[:3] == ["job", "resolve", "default/once"]
+    assert words[4] == "--sequence"
+    words = words[:4]  # there is only one of that time
     decided = ("--as", "succeeded", "--result", "seen", "--reason", "it is there")
     resolve, stale = (*words, "--attempt", "1", *decided), (*words, "--attempt", "2", *decided)
     refused(await asyncio.to_thread(run, *stale), 1, "ATTEMPT_STALE")
@@ -232,7 +232,7 @@ async def test_a_kill_waits_for_its_effect(run: Run, address: str) -> None:
         await worker.acknowledge(running)
         done = await killing
     assert "job acme/costly is killed (switch k" in ok(done)
-    assert "1 of 1 runs have ended, the slowest after" in done.stdout
+    assert "1 of 1 run ended, the slowest after" in done.stdout
     refused(await asyncio.to_thread(run, "job", "trigger", "acme/costly", "--reason", "x"), 1, "SWITCHED_OFF")
     told = ok(await asyncio.to_thread(run, "explain", "acme/costly"))
     assert "cancelled (killed)" in told
@@ -273,7 +273,8 @@ def test_switches_are_set_replaced_and_cleared_by_id(run: Run) -> None:
     ok(apply(run, "acme/switched"))
     refused(run("pause", "--reason", "x"), 2, "say what is meant: JOB, --tenant TENANT, or --fleet")
     refused(run("pause", "--reason", "x", TENURE_TENANT="acme"), 2, "say what is meant")
-    refused(run("pause", "acme/swtiched", "--reason", "x"), 1, "JOB_NOT_FOUND")
+    said = refused(run("pause", "acme/swtiched", "--reason", "x"), 1, "JOB_NOT_FOUND")
+    assert "did you mean acme/switched?" in said
     paused = parsed(run("pause", "acme/switched", "--reason", "wait", "--for", "30m", "--json"))["switch"]
     assert 0 < paused["remaining_ms"] <= 1_800_000
     drained = ok(run("drain", "acme/switched", "--reason", "upgrade"))
@@ -316,7 +317,9 @@ async def test_what_was_missed_is_backfilled(run: Run, address: str) -> None:
     assert [row["origin"] for row in rows] == ["OCCURRENCE_ORIGIN_BACKFILL"] * 2
     refused(await asyncio.to_thread(run, "job", "backfill", "tick", "09:30", "noon", "--reason", "x"), 2, "TO: 'noon'")
     future = ("job", "backfill", "tick", "2026-01-01", "2099-01-01", "--reason", "x")
-    refused(await asyncio.to_thread(run, *future), 2, "to_wall_ms")
+    refused(await asyncio.to_thread(run, *future), 2, "TO is 2099-01-01 00:00:00Z, which is still to come")
+    backwards = ("job", "backfill", "tick", "now", "2026-01-01", "--reason", "x")
+    refused(await asyncio.to_thread(run, *backwards), 2, "which is not before TO, 2026-01-01 00:00:00Z")
 
 
 def test_why_nothing_ran_is_explained(run: Run) -> None:
@@ -327,9 +330,34 @@ def test_why_nothing_ran_is_explained(run: Run) -> None:
     other = ok(run("explain", "quiet", "2026-03-28T10:00:00Z"))
     assert "before    due 2026-03-28 08:00:00Z" in other
     assert "after     due 2026-03-29 07:00:00Z (2026-03-29 09:00:00 +02:00 CEST)" in other
-    refused(run("explain", "quiet", "2026-03-29 02:30"), 2, "does not exist in Europe/Berlin")
-    refused(run("explain", "quiet", "soon"), 2, "TIME: 'soon' is not a time")
-    refused(run("explain", "no such job"), 1, "JOB_NOT_FOUND")
+    refused(run("explain", "quiet", "2026-03-29 02:30"), 2, "and the job is not due in its place")
+    assert refused(run("explain", "quiet", "soon"), 2, "TIME: 'soon' is not a time").count("write") == 1
+    assert "did you mean" not in refused(run("explain", "no such job"), 1, "JOB_NOT_FOUND")
+    assert "did you mean quiet?" in refused(run("explain", "quite"), 1, "JOB_NOT_FOUND")
+    ok(apply(run, "moved", schedule="{cron: 30 2 * * *, zone: Europe/Berlin}"))
+    moved = run("explain", "moved", "2026-03-29 02:30")
+    assert "2026-03-29 03:00:00 +02:00 CEST" in ok(moved)
+    assert "does not exist in Europe/Berlin" in moved.stderr
+    ok(apply(run, "asked"))
+    asked = ok(run("explain", "asked"))
+    assert "it runs only when it is triggered" in asked
+    assert "tenure job trigger default/asked" in asked
+    past = ok(apply(run, "past", schedule="{once: 2020-03-28T02:30:00Z}"))
+    assert "warning: schedule: all its times are past" in past
+    refused(run("job", "rollback", "past", "--reason", "x"), 1, "there is no older revision than 1")
+
+
+def test_who_waits_for_a_worker_is_told_so(run: Run) -> None:
+    ok(apply(run, "unserved"))
+    trigger = ("job", "trigger", "unserved", "--reason", "x")
+    assert "  no session serves the job; it is missed if" in ok(run(*trigger))
+    second = run(*trigger, "--wait")
+    assert second.returncode == 1
+    assert "another one of the job was unfinished: the one of " in second.stdout
+    assert "now pending: no session serves the job" in second.stdout
+    told = ok(run("explain", "unserved"))
+    assert "tenure worker --job default/unserved -- COMMAND   # nobody serves the job now" in told
+    ok(run("job", "delete", "unserved", "--reason", "x"))
     refused(run("explain", "a/b/c"), 2, "write NAME or TENANT/NAME")
 
 

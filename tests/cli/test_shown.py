@@ -113,7 +113,7 @@ def test_the_effect_of_a_kill_is_told_as_it_is() -> None:
     run = job_pb2.Run(tenant="acme", job="bill", run_id="r1", agent="crawler", host="host-3", session_id="s1")
     switch = switch_pb2.Switch(runs_at_set=3, runs_ended=2, runs_unacknowledged=1, runs_left=1, effect_ms=10_400)
     lines = switches.effect_lines(switch, [run], waited=True)
-    assert lines[0] == "  2 of 3 runs have ended, the slowest after 10.4 s"
+    assert lines[0] == "  2 of 3 runs ended, the slowest after 10.4 s"
     assert "1 of them WITHOUT an acknowledgement" in lines[1]
-    assert lines[2:] == ["  1 runs have not ended yet", "    acme/bill r1: crawler on host-3, session s1"]
+    assert lines[2:] == ["  1 run not ended yet", "    acme/bill r1: crawler on host-3, session s1"]
     assert switches.effect_lines(switch_pb2.Switch(), [], waited=True) == ["  nothing ran in it"]
