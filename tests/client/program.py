@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import tenure
+from tenure.switches import Guard
 
 from tests.waiting import eventually
 
@@ -223,6 +224,17 @@ async def _child_of_coroutine(client: tenure.Client, lease: tenure.Lease, addres
     os._exit(code)
 
 
+async def _child_of_handler(client: tenure.Client, run: tenure.Run, guard: Guard) -> None:
+    signal.alarm(20)
+    try:
+        await run.checkpoint("x")
+    except tenure.ClientForkedError:
+        await guard.__aexit__(None, None, None)
+        # It leaves its parent's guard where it is, and ends like any program.
+        raise SystemExit(4 if run.valid or guard not in client._worker.guards else 0) from None
+    os._exit(5)
+
+
 async def fork_work(address: str, rounds: str) -> None:
     """Handlers that fork, one in the loop and one in a thread. What runs here is not cleaned up in the children."""
     async with tenure.connect(address) as client:
@@ -248,16 +260,13 @@ async def fork_work(address: str, rounds: str) -> None:
         @client.job("loop")
         async def in_loop(run: tenure.Run) -> None:
             codes = []
-            for _ in range(int(rounds)):
-                pid = os.fork()
-                if pid == 0:
-                    signal.alarm(20)
-                    try:
-                        await run.checkpoint("x")
-                    except tenure.ClientForkedError:
-                        raise SystemExit(4 if run.valid else 0) from None
-                    os._exit(5)
-                codes.append(await reap_async(pid))
+            guard = client.guard("loop")
+            async with guard:
+                for _ in range(int(rounds)):
+                    pid = os.fork()
+                    if pid == 0:
+                        await _child_of_handler(client, run, guard)
+                    codes.append(await reap_async(pid))
             say("loop", *codes)
             if not run.valid:
                 raise AssertionError("the run is not valid any more")

@@ -78,7 +78,10 @@ async def until_ended(client: tenure.Client, job: str, *, state: str) -> tenure.
     found: list[tenure.OccurrenceInfo] = []
 
     async def ended() -> bool:
-        found[:] = await client.occurrences(job, limit=1)
+        try:
+            found[:] = await client.occurrences(job, limit=1)
+        except tenure.Unavailable:
+            return False  # there is no leader for a moment
         return bool(found) and found[0].state == state
 
     await eventually(ended, timeout_s=30.0, what=f"{job} {state}")

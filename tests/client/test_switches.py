@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import suppress
 
 import grpc
 import pytest
 import tenure
-from tenure.switches import Guard, Switches, SwitchState, switch_info
+from tenure.switches import Switches, SwitchState, switch_info
 from tenure.v1 import session_pb2, switch_pb2
 
 from tests.client.double import Double, refusal
@@ -345,6 +344,7 @@ async def test_close_cuts_guards_and_is_refused_inside_of_one(server: Double) ->
     task = asyncio.create_task(body())
     await settle(client)
     await client.close()
+    await eventually(task.done, what="the body was cut")
     with pytest.raises(tenure.ClientClosed):
         await task
 
@@ -358,24 +358,6 @@ async def test_how_a_guard_is_written(server: Double) -> None:
             pass
         with pytest.raises(RuntimeError, match="entered once"):
             await guard.__aenter__()
-
-
-async def test_a_forked_child_leaves_the_guard_of_its_parent(server: Double) -> None:
-    async with connected(server) as client:
-        guard: Guard = client.guard()
-        await guard.__aenter__()
-        pid = os.fork()
-        if pid == 0:
-            left = guard.__aexit__(None, None, None)
-            try:
-                left.send(None)
-            except StopIteration:
-                os._exit(0 if guard in client._worker.guards else 3)
-            os._exit(4)
-        _, status = await asyncio.to_thread(os.waitpid, pid, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
-        await guard.__aexit__(None, None, None)
-        assert not client._worker.guards
 
 
 # ---- leases under a kill ---------------------------------------------------------------------------------------
