@@ -367,9 +367,11 @@ class JobLedger:
         most = spec.concurrent_max if spec.overlap is Overlap.ALLOW else 1
         if running >= most:
             self.violation("overlap", host, f"{event.run} of {key} starts while {running} of {most} run")
-        mode = self._effective(key[:2])
-        if mode is not None and not (mode is SwitchMode.DRAIN and row.state == "retrying"):
-            self.violation("started-while-off", host, f"{event.run} of {key}, which is {mode.name}")
+        modes = {each.mode for each in self._in_force.values() if each.covers(key[:2])}
+        if row.state == "retrying":
+            modes.discard(SwitchMode.DRAIN)
+        if modes:
+            self.violation("started-while-off", host, f"{event.run} of {key}, under {sorted(modes)}")
         if spec.mode is Mode.SHADOW:
             self.violation("shadow-run", host, f"{event.run} of {key}")
         if row.state == "pending" and event.cluster_ms > row.created_ms + row.spec.starting_deadline_ms:
@@ -507,7 +509,7 @@ class JobLedger:
         return [
             f"{key} is {self.occurrences[key].state}"
             for key in self._open
-            if not (self.occurrences[key].state == "retrying" and self._effective(key[:2]) is SwitchMode.PAUSE)
+            if not (self.occurrences[key].state == "retrying" and self._effective(key[:2]) is not None)
         ]
 
     def compare(self, host: str, machine: Machine) -> None:

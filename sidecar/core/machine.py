@@ -105,7 +105,8 @@ Switches
   * Nothing that one suppresses is delayed: what would have started has ended. So a clear has nothing to replay; only
     what was parked between two attempts goes on. A due time within the time of a switch is skipped also when it is
     settled after the clear.
-  * A pause keeps everything from starting; a drain lets retries go on; a kill interrupts runs and cancels retries.
+  * A pause keeps everything from starting, also beside a drain of a wider scope; a drain lets retries go on; a kill
+    interrupts runs and cancels retries.
   * A kill raises the epoch. What was given out under an older one than the floor of its scope is stale for ever: a
     token keeps its place, and is good for giving it back and for nothing else; taking the lease again gives a new one.
   * Under a kill of the fleet or the tenant nothing is granted and nothing begun; lines stay, and go on after the

@@ -653,8 +653,7 @@ class Occurrences:
         most = job.spec.concurrent_max if job.spec.overlap is Overlap.ALLOW else 1
         if line.running >= most or (not retrying and line.running + line.retrying >= most):
             return False
-        switch = self._switches.effective(*line.key)
-        return switch is None or (retrying and switch.mode is SwitchMode.DRAIN)
+        return self._switches.keeps_from_starting(*line.key, retrying=retrying) is None
 
     # ---- the table -----------------------------------------------------------------------------------------------
 

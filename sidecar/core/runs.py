@@ -24,7 +24,6 @@ from sidecar.core.commands import (
     RunClaimed,
     RunFailed,
     ServeJobs,
-    SwitchMode,
 )
 from sidecar.core.context import Context
 from sidecar.core.dedup import Records, RecordState
@@ -533,9 +532,9 @@ class Runs:
         line = self._occurrences.lines.get((row.tenant, row.job))
         if job is None or line is None:
             return ""
-        switch = self._switches.effective(row.tenant, row.job)
         retrying = row.state is OccurrenceState.RETRYING
-        if switch is not None and not (retrying and switch.mode is SwitchMode.DRAIN):
+        switch = self._switches.keeps_from_starting(row.tenant, row.job, retrying=retrying)
+        if switch is not None:
             return switch.why
         if not self._occurrences.may_start(line, retrying):
             return "overlap"

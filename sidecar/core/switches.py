@@ -178,11 +178,18 @@ class Switches:
 
     def effective(self, tenant: str, job: str) -> Switch | None:
         """The strongest one in force over a job; of equally strong ones that of the widest scope."""
+        return self.keeps_from_starting(tenant, job, retrying=False)
+
+    def keeps_from_starting(self, tenant: str, job: str, *, retrying: bool) -> Switch | None:
+        """The strongest one, of those that say so. A drain lets what has begun start again, unless another switch
+        over the job, however narrow, does not."""
         if not self._in_force:
             return None
-        strongest = self.of_scope(*FLEET)
-        for row in (self.of_scope(tenant, ""), self.of_scope(tenant, job)):
-            if row is not None and (strongest is None or row.mode > strongest.mode):
+        strongest = None
+        for row in (self.of_scope(*FLEET), self.of_scope(tenant, ""), self.of_scope(tenant, job)):
+            if row is None or (retrying and row.mode is SwitchMode.DRAIN):
+                continue
+            if strongest is None or row.mode > strongest.mode:
                 strongest = row
         return strongest
 

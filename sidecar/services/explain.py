@@ -144,13 +144,17 @@ class Explainer:
         if row.count > 1:
             text += f", with {row.count - 1} other due times in a row from {utc(row.first_due_ms)} on"
         if word in _SWITCHED and switch:
-            known = self._machine.switch(row.tenant, switch) or self._machine.switch("", switch)
+            known = self._switch(row.tenant, switch)
             text += f": {switch_text(known)}" if known is not None else f": {row.reason}"
         elif kind:
             text += f": {_REASONS.get(kind, kind)}" + (f" ({detail.strip()})" if detail else "")
             text += self._in_the_way(job, row) if kind in _OVERLAPPED else ""
         text += _error(row)
         return f"{text}; it waits for a person to resolve it" if row.held else text
+
+    def _switch(self, tenant: str, name: str) -> Switch | None:
+        """Of the tenant, or of the fleet."""
+        return self._machine.switch(tenant, name) or self._machine.switch("", name)
 
     def _running(self, row: Occurrence) -> str:
         run = self._machine.run(row.run)
@@ -168,8 +172,9 @@ class Explainer:
     def _waits(self, job: Job, row: Occurrence) -> str:
         """The state machine says what for; here it is put into words."""
         what = self._machine.waits_for(row)
-        if what.partition(" ")[0] in _SWITCHED:
-            switch = self._machine.effective_switch(job.tenant, job.name)
+        word, _, name = what.partition(" ")
+        if word in _SWITCHED:
+            switch = self._switch(job.tenant, name)
             return f"it waits for the end of a switch: {switch_text(switch) if switch is not None else what}"
         if what == "time":
             left = duration(row.ready_ms - self._proposer.cluster_now_ms())

@@ -260,8 +260,10 @@ class Judge:
         account.once_under = job.revision if job.spec.delivery is s.Delivery.AT_MOST_ONCE else 0
         beside = [run for run in self.open.values() if run.key[:2] == key[:2]]
         assert len(beside) < at_once(job), f"{len(beside)} runs of {job.name} beside {event.run}"
-        off = self.switch_over(*key[:2])
-        assert off is None or (off is c.SwitchMode.DRAIN and event.attempt > 1), f"{key} started under a {off}"
+        off = self.switches_over(*key[:2])
+        if event.attempt > 1:
+            off.discard(c.SwitchMode.DRAIN)
+        assert not off, f"{key} started under {off}"
         self.check_not_suppressed(event, key)
         claimed = isinstance(self.result, c.RunClaimed) and self.result.run == event.run
         self.check_worker(event, job, claimed)
@@ -309,10 +311,12 @@ class Judge:
 
     # ---- switches --------------------------------------------------------------------------------------------------
 
-    def switch_over(self, tenant: str, job: str) -> c.SwitchMode | None:
+    def switches_over(self, tenant: str, job: str) -> set[c.SwitchMode]:
         scopes = (("", ""), (tenant, ""), (tenant, job))
-        modes = [mode for *scope, mode in self.switches.values() if tuple(scope) in scopes]
-        return max(modes, default=None)
+        return {mode for *scope, mode in self.switches.values() if tuple(scope) in scopes}
+
+    def switch_over(self, tenant: str, job: str) -> c.SwitchMode | None:
+        return max(self.switches_over(tenant, job), default=None)
 
     def floor(self, tenant: str, job: str) -> int:
         return max(self.floors.get(scope, 0) for scope in (("", ""), (tenant, ""), (tenant, job)))
