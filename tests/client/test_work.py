@@ -762,6 +762,7 @@ async def test_fail_open_goes_on_and_says_so_each_minute(server: Double, caplog:
             await passes(client, server, clock, 120.0, step=1.0)
             assert handler.runs[0].valid
             assert len([record for record in caplog.records if "fail_open" in record.message]) == 3
+            assert client.went_on_unknown == 3
 
 
 async def test_a_kill_that_is_known_forbids_to_act_before_its_interrupt_has_come(server: Double) -> None:

@@ -98,6 +98,12 @@ class Scheduling:
         name = None if job is None else job_name(job, self._connection.options.tenant)
         return self._connection.switches.state(name)
 
+    @property
+    def went_on_unknown(self) -> int:
+        """In how many minutes guarded work went on although the state of the switches was not known. Grows under
+        ``fail_open`` only; export it as a counter."""
+        return self._connection.switches.went_on_unknown
+
     def guard(self, job: str | None = None) -> Guard:
         """``async with client.guard(job):`` the body is cancelled when a kill switch or its unknown state forbids it.
 

@@ -106,6 +106,7 @@ class Switches:
         # The session that told of them last: what confirms it, confirms them.
         self._session: Session | None = None
         self._warned_at = float("-inf")
+        self.went_on_unknown = 0
 
     def told(self, session: Session, message: session_pb2.SwitchesChanged | None) -> None:
         """None: by a sidecar that does not speak of switches, and will not tell of changes."""
@@ -133,6 +134,7 @@ class Switches:
         now = self._clock()
         if now - self._warned_at >= WARN_EVERY:
             self._warned_at = now
+            self.went_on_unknown += 1
             log.warning("the state of the kill switches is not known; work goes on (fail_open)")
         return False
 

@@ -415,6 +415,11 @@ class SyncClient:
         """Whether work (of a job, or of the whole tenant) may go on, as far as this client knows. See `Client`."""
         return self._loop.run(lambda: _run_now(lambda: self._client.switch_state(job)))
 
+    @property
+    def went_on_unknown(self) -> int:
+        """See `Client.went_on_unknown`."""
+        return self._client.went_on_unknown
+
     def set_switch(
         self,
         mode: str,
