@@ -22,11 +22,13 @@ from sidecar.cli.options import DEFAULT_ADDRESS, DEFAULT_TENANT, DEFAULT_TIMEOUT
 if TYPE_CHECKING:
     import grpc
     import grpc.aio
+    from tenure.addresses import Address as SidecarAddress
 
 P = ParamSpec("P")
 T = TypeVar("T")
 PAGE_SIZE = 500
 TELL_AFTER_S = 1.0  # of waiting in silence
+READY_S = 1.0  # for the answer whether one of several sidecars is ready
 
 # What commands that call a sidecar, the client and its agents read. Other names are looked up in the sidecar's
 # settings, whose import would take longer than most commands.
@@ -62,8 +64,9 @@ class Target:
     tls_key: Path | None
 
     @asynccontextmanager
-    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """A channel to the first address that something listens at. Says what to do when nothing does."""
+    async def channel(self, *, ready: bool = True) -> AsyncIterator[grpc.aio.Channel]:
+        """A channel to the first address that something listens at; of several, to the first whose sidecar is ready,
+        unless ``ready`` is false: then it is that one that is asked about. Says what to do when nothing listens."""
         from tenure import addresses
         from tenure.errors import ConnectError
 
@@ -73,18 +76,41 @@ class Target:
             addresses.require_protected(candidates, secret, insecure=False)
         except ValueError as error:
             raise CliError(str(error), reason="USAGE", status=USAGE) from error
-        missing = []
+        missing, listening = [], []
         for candidate in candidates:
             with self.telling(str(candidate), self.timeout):
                 found = await addresses.probe(candidate, self.timeout)
-            if found.listening:
-                async with addresses.open_channel(candidate, secret) as opened:
-                    with self.telling(str(candidate), self.timeout):
-                        await self._connected(opened, str(candidate))
-                    yield opened
-                return
-            missing.append(found.problem)
-        raise ConnectError("; ".join(missing))
+            if not found.listening:
+                missing.append(found.problem)
+                continue
+            listening.append(candidate)
+            if not ready or len(candidates) == 1 or await self._serves(candidate, secret):
+                break
+        else:
+            if not listening:
+                raise ConnectError("; ".join(missing))
+            listening = listening[:1]
+        async with addresses.open_channel(listening[-1], secret) as opened:
+            with self.telling(str(listening[-1]), self.timeout):
+                await self._connected(opened, str(listening[-1]))
+            yield opened
+
+    async def _serves(self, address: SidecarAddress, secret: grpc.ChannelCredentials | None) -> bool:
+        """Whether the sidecar there is ready. Says so when it is not: nobody should wonder who answers."""
+        import grpc
+        from tenure import addresses
+        from tenure.v1 import cluster_pb2, cluster_pb2_grpc
+
+        try:
+            async with asyncio.timeout(READY_S), addresses.open_channel(address, secret) as opened:
+                stub = cluster_pb2_grpc.ClusterServiceStub(opened)
+                status = await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=READY_S)
+                why = "" if status.ready else f"it is not ready: {status.not_ready_reason}"
+        except (TimeoutError, grpc.RpcError):
+            why = "no answer"
+        if why:
+            self.say(f"tenure: passing over the sidecar at {address} ({why})")
+        return not why
 
     @contextmanager
     def telling(self, address: str, limit_s: float) -> Iterator[None]:

@@ -158,7 +158,7 @@ def todo_of(error: TenureError) -> str:
     if isinstance(error, errors.ConnectError):
         return ""  # its message says what to do
     if isinstance(error, errors.Unavailable):
-        return "ask 'tenure status' of each node which of them are up and whom they follow"
+        return "ask each node which of them are up and whom they follow: 'tenure status --address ADDRESS'"
     if isinstance(error, errors.Indefinite):
         return "the same call with the same request id would tell; a get or list shows what is so"
     return NEXT_STEPS.get(error.reason, "")

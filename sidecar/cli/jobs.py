@@ -13,7 +13,7 @@ from sidecar.cli import calls, named, output, shown, times
 from sidecar.cli.calls import Target, calling
 from sidecar.cli.failures import REFUSED, USAGE, CliError
 from sidecar.cli.named import DryRun, JobName
-from sidecar.cli.options import Actor, Limit, Reason
+from sidecar.cli.options import Actor, Limit, Reason, one_of
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -165,7 +165,10 @@ async def show(
     target: Target,
     job: JobName,
     form: Annotated[
-        Form, typer.Option("-o", "--output", metavar="FORM", help="text, yaml (as 'apply' accepts it) or json.")
+        Form,
+        typer.Option(
+            "-o", "--output", metavar="FORM", parser=one_of(Form), help="text, yaml (as 'apply' accepts it) or json."
+        ),
     ] = Form.TEXT,
 ) -> None:
     """Show a job: its schedule in words, what runs, what went on, and who changed it."""

@@ -1,9 +1,10 @@
-"""A job's name that is not known, and what was possibly meant."""
+"""Jobs whose names are not known, and what was possibly meant."""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sidecar.cli import failures, named
@@ -51,3 +52,28 @@ async def nearest(target: Target, tenant: str, name: str) -> list[str]:
             if found := difflib.get_close_matches(name, known, n=SHOWN, cutoff=0.7):
                 return found
     return []
+
+
+async def unknown(target: Target, tenant: str, jobs: Sequence[str]) -> list[str]:
+    """Of the jobs (or beginnings of names, with a * at the end) that a worker serves: a line for each that there is
+    none of now. Nothing when it cannot be found out."""
+    import grpc
+    from tenure.errors import TenureError
+    from tenure.v1 import job_pb2
+
+    lines = []
+    try:
+        async with target.channel() as channel:
+            for job in jobs:
+                name = job.removesuffix("*")
+                request = job_pb2.ListJobsRequest(tenant=tenant, prefix=name, page_size=1)
+                found = (await named.stub_of(channel).ListJobs(request, timeout=target.timeout)).jobs
+                # In order of name, so the first is the job itself if there is one.
+                if found and (job != name or found[0].name == name):
+                    continue
+                meant = await nearest(target, tenant, name) if job == name else []
+                hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+                lines.append(f"tenant {tenant} has no job {job} yet{hint}")
+    except (CliError, TenureError, grpc.RpcError):
+        return []
+    return lines

@@ -15,7 +15,7 @@ from sidecar.cli import calls, named, output, shown, times
 from sidecar.cli.calls import Target, calling
 from sidecar.cli.failures import DONE, REFUSED, UNKNOWN, USAGE, CliError
 from sidecar.cli.named import DryRun, JobName, Limit100
-from sidecar.cli.options import Actor, Limit, Reason
+from sidecar.cli.options import Actor, Limit, Reason, one_of
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -211,7 +211,10 @@ async def occurrences(
         str, typer.Argument(metavar="JOB", help="The job: NAME, or TENANT/NAME.", show_default="all of the tenant")
     ] = "",
     state: Annotated[
-        State | None, typer.Option("--state", metavar="STATE", help=f"Only those in this state: {', '.join(State)}.")
+        State | None,
+        typer.Option(
+            "--state", metavar="STATE", parser=one_of(State), help=f"Only those in this state: {', '.join(State)}."
+        ),
     ] = None,
     limit: Limit100 = 100,
 ) -> None:
@@ -284,7 +287,10 @@ async def resolve(
     as_: Annotated[
         As,
         typer.Option(
-            "--as", metavar="OUTCOME", help="What became of it: succeeded, failed, or retry (it may run again)."
+            "--as",
+            metavar="OUTCOME",
+            parser=one_of(As),
+            help="What became of it: succeeded, failed, or retry (it may run again).",
         ),
     ],
     attempt: Annotated[int, typer.Option("--attempt", help="The attempt you looked at, so that no later one is hit.")],

@@ -25,7 +25,7 @@ cluster = typer.Typer(help="Leadership, snapshots and digests.", no_args_is_help
 async def get_status(target: Target) -> cluster_pb2.GetStatusResponse:
     from tenure.v1 import cluster_pb2, cluster_pb2_grpc
 
-    async with target.channel() as channel:
+    async with target.channel(ready=False) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=target.timeout)
 
@@ -179,7 +179,7 @@ async def snapshot(target: Target) -> None:
     """Make this node write a snapshot now and compact its log."""
     from tenure.v1 import cluster_pb2, cluster_pb2_grpc
 
-    async with target.channel() as channel:
+    async with target.channel(ready=False) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         response = await stub.TakeSnapshot(cluster_pb2.TakeSnapshotRequest(), timeout=target.timeout)
     if target.json:
@@ -194,7 +194,7 @@ async def digest(target: Target) -> None:
     """Print the digest of the state. Two nodes at the same applied index must show the same."""
     from tenure.v1 import cluster_pb2, cluster_pb2_grpc
 
-    async with target.channel() as channel:
+    async with target.channel(ready=False) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
         response = await stub.GetDigest(cluster_pb2.GetDigestRequest(), timeout=target.timeout)
     if target.json:

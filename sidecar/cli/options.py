@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import getpass
 import os
-from typing import Annotated
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, TypeVar
 
 import typer
+
+E = TypeVar("E", bound=StrEnum)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, errors included.")]
 Address = Annotated[
@@ -24,6 +28,18 @@ DEFAULT_TENANT = "default"
 DEFAULT_TIMEOUT_S = 5.0
 
 Limit = Annotated[int, typer.Option("--limit", min=0, help="Show at most this many; 0 shows all.")]
+
+
+def one_of(kind: type[E]) -> Callable[[str], E]:
+    """The parser of an option: one word of these, else a refusal that names them."""
+
+    def parse(text: str) -> E:
+        try:
+            return kind(text.lower())
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is none of {', '.join(kind)}") from None
+
+    return parse
 
 
 def whoever() -> str:

@@ -9,7 +9,7 @@ import typer
 
 from sidecar.cli import calls, output, shown
 from sidecar.cli.calls import Target, calling
-from sidecar.cli.options import Actor, Limit, Reason
+from sidecar.cli.options import Actor, Limit, Reason, one_of
 
 app = typer.Typer(help="See what is known of an idempotency key; settle unknown outcomes.", no_args_is_help=True)
 
@@ -38,7 +38,9 @@ async def list_(
     prefix: Annotated[str, typer.Argument(help="Only keys that start with this.")] = "",
     state: Annotated[
         State | None,
-        typer.Option("--state", metavar="STATE", help=f"Only records in this state: {', '.join(State)}."),
+        typer.Option(
+            "--state", metavar="STATE", parser=one_of(State), help=f"Only records in this state: {', '.join(State)}."
+        ),
     ] = None,
     limit: Limit = 0,
 ) -> None:
@@ -94,6 +96,7 @@ async def resolve(
         typer.Option(
             "--as",
             metavar="OUTCOME",
+            parser=one_of(As),
             help="What became of it: completed, failed, retry (it may run again) or forget (frees the key).",
         ),
     ],

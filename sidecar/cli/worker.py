@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sidecar.cli import named, times
+from sidecar.cli import named, near, times
 from sidecar.cli.calls import Target, calling
 from sidecar.cli.failures import USAGE, CliError
 from sidecar.cli.lock import CONNECT_S, find
@@ -84,6 +84,8 @@ async def worker(
         for name in names:
             client.job(name)(serving.run)
         target.say(f"{client.session_id} serves {', '.join(names)} of {tenant}, {slots} at once")
+        for line in await near.unknown(target, tenant, names) if not target.json else []:
+            target.say(f"tenure worker: warning: {line}")
         await serving.until_stopped(client, slots, wait_s)
 
 

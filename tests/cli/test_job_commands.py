@@ -15,6 +15,7 @@ import pytest
 
 from tests import sidecars
 from tests.cli.agent import agent
+from tests.waiting import wait_until
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("TENURE_")}
 Done = subprocess.CompletedProcess[str]
@@ -161,6 +162,23 @@ def test_due_times_are_previewed(run: Run, tmp_path: Path) -> None:
     refused(run("job", "preview", "--cron", "61 * * * *"), 2, "minute")
     refused(run("job", "preview"), 2, "say one of JOB, -f FILE and --cron")
     refused(run("job", "preview", "--cron", "@daily", "--dst-policy", "summer"), 2, "vixie, skip, twice, shift")
+
+
+def test_of_several_sidecars_one_that_is_ready_is_asked(run: Run, address: str, tmp_path: Path) -> None:
+    ok(apply(run, "found"))
+    other = sidecars.one(tmp_path, bootstrap="false")  # it listens, and never gets a leader
+    other.start()
+    try:
+        alone = f"unix:{other.socket}"
+        wait_until(lambda: run("status", TENURE_ADDRESS=alone).returncode == 0, sidecars.START_S)
+        both = f"{alone},{address}"
+        done = run("job", "show", "found", TENURE_ADDRESS=both)
+        assert "default/found, revision 1" in ok(done)
+        assert f"passing over the sidecar at {alone} (it is not ready: " in done.stderr
+        assert "NOT READY" in ok(run("status", TENURE_ADDRESS=both))
+        refused(run("job", "show", "found", TENURE_ADDRESS=alone), 4, "tenure status --address ADDRESS")
+    finally:
+        other.kill()
 
 
 async def test_a_triggered_run_is_followed_to_its_outcome_and_explained(run: Run, address: str) -> None:

@@ -100,11 +100,19 @@ def alive(pid: str) -> bool:
 def test_a_script_works_for_a_job(run: Callable[..., Done], address: str, tmp_path: Path) -> None:
     applied(run, "echo")
     script = f'cat > {tmp_path}/in; printf "%s %s" "$TENURE_JOB" "$TENURE_ATTEMPT" > "$TENURE_RESULT_FILE"; echo hello'
-    with worker(address, "acme/ec*", script, "--label", "zone=a") as process:
+    jobs = ("--job", "acme/ecco", "--job", "acme/none-*")
+    with worker(address, "acme/ec*", script, "--label", "zone=a", *jobs) as process:
         ended = triggered(run, "echo", "--payload", "by hand")
         assert ended["state"] == "OCCURRENCE_STATE_SUCCEEDED", ended
         assert process.stdout is not None
         assert process.stdout.readline() == "hello\n"
+        assert process.stderr is not None
+        said = [process.stderr.readline() for _ in range(3)]
+        assert "serves ec*, ecco, none-* of acme, 1 at once" in said[0]
+        assert said[1:] == [
+            "tenure worker: warning: tenant acme has no job ecco yet; did you mean echo?\n",
+            "tenure worker: warning: tenant acme has no job none-* yet\n",
+        ]
     assert json.loads((tmp_path / "in").read_text())["payload"] == "by hand"
     assert "result    echo 1" in run("explain", "acme/echo").stdout
 
@@ -137,7 +145,7 @@ def test_a_kill_ends_the_script_and_is_acknowledged(run: Callable[..., Done], ad
         wait_until(lambda: pids.exists() and pids.read_text().strip(), 30)
         killed = run("kill", "acme/long", "--reason", "stop it")
         assert killed.returncode == 0, killed.stdout + killed.stderr
-        assert "1 of 1 runs have ended" in killed.stdout
+        assert "1 of 1 run ended" in killed.stdout
         for pid in pids.read_text().split():
             wait_until(lambda: not alive(pid), 10)  # noqa: B023
     assert "cancelled (killed)" in run("explain", "acme/long").stdout
