@@ -22,7 +22,10 @@ from sidecar.core.commands import (
     RequestKey,
     SessionOpened,
     SessionsRenewed,
+    SetSwitch,
     Stamp,
+    SwitchIsSet,
+    SwitchMode,
     Tick,
 )
 from sidecar.core.events import Kind
@@ -40,6 +43,7 @@ from sidecar.proposer.batches import (
     encode_item,
 )
 from sidecar.proposer.pressure import IN_FLIGHT_FREE
+from sidecar.proposer.proposer import STOPS_ROOM
 from tests.consensus.harness import ManualClock
 from tests.proposing import Call, ProposingCluster, ProposingHost, acquire, kinds, open_session, release
 
@@ -310,6 +314,31 @@ def test_bounds_are_answered_at_once() -> None:
     assert all(f.retry_delay_ms > 0 for f in failed)
     cluster.run(100)
     assert sum(isinstance(call.result, SessionOpened) for call in calls) == 2
+
+
+def test_a_kill_is_let_in_when_nothing_else_is() -> None:
+    """By every bound, and so many at once that they are bounded, too."""
+    kill = SetSwitch(mode=SwitchMode.KILL, actor="ann", reason="it is the load", tenant="t")
+    cluster = ProposingCluster(1, proposer=ProposerSettings(inflight_max=3, queue_max=2))
+    host = cluster.lead()
+    calls = [host.submit(open_session(), f"open-{number}") for number in range(4)]
+    assert calls[-1].failed.failure is Failure.OVERLOADED
+    kills = [host.submit(kill, f"kill-{number}") for number in range(STOPS_ROOM + 2)]
+    refused = [call.failed.failure for call in kills if call.done]
+    assert refused == [Failure.OVERLOADED]
+    cluster.run(100)
+    assert sum(isinstance(call.outcomes[0], SwitchIsSet) for call in kills) == STOPS_ROOM + 1
+
+    cluster = ProposingCluster(1)
+    host = cluster.lead()
+    for number in range(IN_FLIGHT_FREE + 1):
+        host.submit(open_session(), f"first-{number}")
+    for _ in range(6):
+        host.proposer.pressure.note_lag(500)
+    assert host.submit(open_session(), "open").failed.failure is Failure.OVERLOADED
+    call = host.submit(kill, "kill")
+    cluster.run(50)
+    assert isinstance(call.result, SwitchIsSet)
 
 
 def test_sheds_while_the_event_loop_is_late_and_recovers() -> None:

@@ -36,6 +36,7 @@ from sidecar.core.commands import (
     CancelWait,
     Command,
     DetachSession,
+    InterruptRun,
     Limits,
     OpenSession,
     Reason,
@@ -46,6 +47,7 @@ from sidecar.core.commands import (
     Result,
     SessionsRenewed,
     SetLimits,
+    SetSwitch,
     SettleDue,
     SetTzdata,
     Stamp,
@@ -80,6 +82,8 @@ DUTIES = (SettleDue, SetTzdata)
 REPEATABLE = (Tick, SetLimits, RenewSessions, AttachSession, DetachSession, CancelWait, *DUTIES)
 # What makes the state larger; everything else helps somebody to finish, or is the leader's duty.
 GROWING = (OpenSession, AcquireLease, BeginRecord, ApplyJobs, TriggerJob, BackfillJob)
+# Stopping what runs is let in above the bounds, so many at once: it is needed most when there is too much.
+STOPS, STOPS_ROOM = (SetSwitch, InterruptRun), 64
 NEVER = float("inf")
 
 
@@ -322,11 +326,14 @@ class Proposer:
             return Failed(failure=Failure.OVERLOADED, definite=True, message=message, retry_delay_ms=5_000)
         if timeout_ms <= 0:
             return Failed(failure=Failure.DEADLINE, definite=True, message="the deadline has passed")
-        if len(self._pending) >= self.settings.inflight_max:
+        stops = isinstance(command, STOPS)
+        room = STOPS_ROOM if stops else 0
+        if len(self._pending) >= self.settings.inflight_max + room:
             return self._overloaded("in_flight")
-        if len(self._queue) >= self.settings.queue_max or self._queue_bytes >= self.settings.queue_bytes_max:
+        full = len(self._queue) >= self.settings.queue_max or self._queue_bytes >= self.settings.queue_bytes_max
+        if full and not stops:
             return self._overloaded("queue")
-        if self.shedding() and not isinstance(command, DUTIES):
+        if self.shedding() and not (stops or isinstance(command, DUTIES)):
             return self._overloaded("latency")
         return None
 

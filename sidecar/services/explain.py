@@ -82,7 +82,8 @@ class Explainer:
         changed = ""
         if due_ms <= job.changed_wall_ms:
             changed = f"; or the schedule was another one before revision {job.revision}, of {utc(job.changed_wall_ms)}"
-        return f"there is no record of {at} any more: history is kept for {age} and the last {count}{changed}"
+        kept = f"history is kept for {age} and the last {count}, or less while occurrences_max is reached"
+        return f"there is no record of {at} any more: {kept}{changed}"
 
     def _earlier(self, job: Job) -> str:
         return f" (last changed by {job.changed_by})" if job.changed_by else ""
