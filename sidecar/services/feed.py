@@ -58,6 +58,9 @@ class RunFeed:
         size = 0
         for row in self._machine.session_runs(self._session):
             if row.claimed:
+                # Not listed; but its interrupt may have come while there was no stream to tell it on.
+                if row.interrupt_cause:
+                    self._waiting.append((_STOPPED, row.run, row.interrupt_cause))
                 continue
             run = self._views.run(row)
             size += run.ByteSize()

@@ -124,6 +124,16 @@ def test_a_claimed_run_is_not_pushed() -> None:
     assert [run.run_id for run in one.feed.attached()] == []
 
 
+def test_an_interrupt_of_a_claimed_run_is_told_after_the_attach() -> None:
+    """It may have come while there was no stream."""
+    one = Feeding()
+    one.add(1, claimed=True)
+    one.add(2, claimed=True, interrupt_cause="killed")
+    assert [run.run_id for run in one.feed.attached()] == []
+    one.feed.send()
+    assert one.told() == [("run_interrupted", "r2")]
+
+
 def test_after_a_gap_what_is_known_is_compared_with_what_is() -> None:
     one = Feeding(1, 2)
     assert [run.run_id for run in one.feed.attached()] == ["r1", "r2"]
