@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tenure.v1 import lease_pb2, session_pb2
+from tenure.v1 import job_pb2, job_pb2_grpc, lease_pb2, session_pb2
 
 from sidecar.certs import write_certificates
 from sidecar.config import Settings
@@ -50,6 +50,10 @@ async def hold(channel: grpc.aio.Channel, name: str = "job") -> tuple[str, int]:
     session_id = session.session.session_id
     request = lease_pb2.AcquireLeaseRequest(tenant="default", name=name, session_id=session_id)
     return session_id, (await leases(channel).AcquireLease(request, timeout=10)).token
+
+
+def jobs(channel: grpc.aio.Channel) -> job_pb2_grpc.JobServiceAsyncStub:
+    return job_pb2_grpc.JobServiceStub(channel)
 
 
 # ---- a single process ------------------------------------------------------------------------------------------------
@@ -467,3 +471,58 @@ async def test_renewed_certificates_are_used_without_a_restart(folder: Path) -> 
         assert await works(1) and not await works(0)
     finally:
         await sidecar.stop()
+
+
+# ---- what is measured of jobs ----------------------------------------------------------------------------------------
+
+
+async def test_what_becomes_of_jobs_is_measured(folder: Path, started: list[Process]) -> None:
+    """M02: that nothing runs can be seen, and why."""
+    node = one(folder)
+    started.append(node)
+    node.start()
+    await node.ready()
+    async with node.channel() as channel:
+        spec = job_pb2.JobSpec(owner="me", runbook_url="https://runbooks.test/x")
+        spec.schedule.manual.SetInParent()
+        spec.retry.attempts_max = 1
+        definition = job_pb2.JobDefinition(tenant="default", name="report", spec=spec)
+        await jobs(channel).ApplyJobs(job_pb2.ApplyJobsRequest(jobs=[definition], actor="me"), timeout=10)
+        session = await sessions(channel).OpenSession(session_pb2.OpenSessionRequest(tenant="default"), timeout=10)
+        mine = {"tenant": "default", "session_id": session.session.session_id}
+        trigger = job_pb2.TriggerJobRequest(tenant="default", name="report", actor="me", reason="test")
+        for ending in ("complete", "fail", "interrupt"):
+            await jobs(channel).TriggerJob(trigger, timeout=10)
+            claim = job_pb2.ClaimRunRequest(**mine, jobs=["report"], wait_ms=5_000)
+            run = (await jobs(channel).ClaimRun(claim, timeout=10)).run
+            own = {**mine, "run_id": run.run_id, "token": run.token}
+            await end(jobs(channel), ending, own)
+        await jobs(channel).TriggerJob(trigger, timeout=10)
+        await jobs(channel).TriggerJob(trigger, timeout=10)  # skipped: the one before waits
+    text = node.get("metrics")[1]
+    for line in (
+        'tenure_occurrences_ended_total{outcome="succeeded",reason=""} 1.0',
+        'tenure_occurrences_ended_total{outcome="failed",reason="attempts_used_up"} 1.0',
+        'tenure_occurrences_ended_total{outcome="cancelled",reason="operator"} 1.0',
+        'tenure_occurrences_ended_total{outcome="skipped",reason="overlap"} 1.0',
+        'tenure_runs_ended_total{cause="interrupted"} 1.0',
+        "tenure_run_start_lateness_seconds_count 3.0",
+        "tenure_interrupt_acknowledged_seconds_count 1.0",
+        "tenure_jobs 1.0",
+        "tenure_occurrences_pending 1.0",
+        "tenure_scheduler_running 1.0",
+        "tenure_schedule_lag_seconds 0.0",
+        "tenure_tzdata_mismatch 0.0",
+    ):
+        assert line in text, line
+
+
+async def end(stub: job_pb2_grpc.JobServiceAsyncStub, ending: str, own: dict[str, Any]) -> None:
+    if ending == "complete":
+        await stub.CompleteRun(job_pb2.CompleteRunRequest(**own), timeout=10)
+    elif ending == "fail":
+        await stub.FailRun(job_pb2.FailRunRequest(**own, error="no", retryable=True), timeout=10)
+    else:
+        by = {"tenant": "default", "run_id": own["run_id"], "actor": "me", "reason": "test"}
+        await stub.InterruptRun(job_pb2.InterruptRunRequest(**by), timeout=10)
+        await stub.AcknowledgeInterrupt(job_pb2.AcknowledgeInterruptRequest(**own), timeout=10)

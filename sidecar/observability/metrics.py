@@ -17,12 +17,13 @@ from prometheus_client.registry import Collector
 FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 ITEMS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000)
 LATENESS_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1_800, 3_600)
-# Words that reasons of outcomes begin with; any other is counted as "other".
+# Reasons of outcomes, without what is said after them; any other is counted as "other".
 REASONS = frozenset(
     {
         "starting_deadline", "overlap", "overlap_buffer_full", "paused", "draining", "killed", "shadow", "no_room",
         "misfire_skip", "misfire_latest", "catch_up_max", "catch_up_window", "timeout", "operator", "job_deleted",
-        "holder_lost", "record_completed", "record_failed", "record_unknown",
+        "holder_lost", "record_completed", "record_failed", "record_unknown", "after_interrupt",
+        "attempts_used_up", "not_retryable", "no_retries_of_failures", "at_most_once",
     }
 )  # fmt: skip
 # More than the API has: a method that is not its own is counted as "other".
@@ -189,9 +190,11 @@ class Metrics:
             self.sync_seconds.observe(sync_s)
 
     def due_times_ended(self, outcome: str, reason: str, count: int, due_s: float) -> None:
-        """``reason`` may go on after its first word; unknown words are counted as one."""
-        word = reason.split(" ")[0].rstrip(":")
-        self.outcomes.labels(outcome, word if word in REASONS else "other" if word else "").inc(count)
+        """``reason`` may go on after a colon, or with the name of a switch."""
+        said = reason.partition(":")[0]
+        words = said.replace(" ", "_")
+        label = next((each for each in (words, said.partition(" ")[0]) if each in REASONS), "other" if reason else "")
+        self.outcomes.labels(outcome, label).inc(count)
         self._last_due_s = max(due_s, self._last_due_s)
         self.last_due.set(self._last_due_s)
 
