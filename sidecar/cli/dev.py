@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +15,8 @@ from sidecar.cli.options import Json
 
 HELP = """Run three sidecars and three agents on this machine, with a live view.
 
-The agents share one job: process the next document of examples/inbox into a ledger. Break things while they work, with
-the keys of the view or from a second terminal:
+The agents work for the jobs of examples/jobs.yaml; each due time is worked on by one of them. Break things while they
+work, with the keys of the view or from a second terminal:
 
 tenure dev kill leader (or holder, node 2, agent 2); partition 2; heal; restart (or restart node 2); status
 
@@ -118,9 +119,13 @@ def print_status(facts: dict[str, Any]) -> None:
         ("agent", "running", "pid"),
         ((a["name"], "yes" if a["running"] else "no", a["pid"] or "-") for a in facts["agents"]),
     )
+    print("\nmetrics  " + ", ".join(f"{name} {url}/metrics" for name, url in facts["http"].items()))
     if facts["jobs"]:
         print()
         output.print_table(("job", "schedule", "switch", "now", "ok", "failed", "last"), map(job_row, facts["jobs"]))
+
+
+SCHEDULE_MAX = 48  # of a description that is a sentence or two; tenure job show has the whole
 
 
 def job_row(job: dict[str, Any]) -> tuple[object, ...]:
@@ -128,7 +133,8 @@ def job_row(job: dict[str, Any]) -> tuple[object, ...]:
     switch = f"{job['mode']} {job['switch']}" if job["switch"] else "-"
     now = ", ".join(run["agent"] for run in job["runs"]) or "-"
     last = job["last"][0]["outcome"] if job["last"] else "-"
-    return (job["name"], job["schedule"], switch, now, totals["succeeded"], totals["failed"], last)
+    schedule = textwrap.shorten(job["schedule"], SCHEDULE_MAX, placeholder=" ...")
+    return (job["name"], schedule, switch, now, totals["succeeded"], totals["failed"], last)
 
 
 def name_of(words: list[str]) -> str:
