@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
 from pathlib import Path
 
 FIRST_PORT, LAST_PORT = 10_240, 32_767
 TRIES_MAX = 200
+# Ports that this process has given out lately: nobody may listen on them yet, but somebody will.
+_given: deque[int] = deque(maxlen=2_000)
 
 
 def bind() -> socket.socket:
@@ -32,6 +35,7 @@ def free_ports(count: int) -> list[int]:
     """``count`` different ports nobody listens on."""
     sockets = [bind() for _ in range(count)]
     ports = [sock.getsockname()[1] for sock in sockets]
+    _given.extend(ports)
     for sock in sockets:
         sock.close()
     return ports
@@ -41,7 +45,7 @@ def _candidate() -> int:
     first, last = _ephemeral_range()
     while True:
         port = random.randint(FIRST_PORT, LAST_PORT)
-        if not first <= port <= last:
+        if not first <= port <= last and port not in _given:
             return port
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import resource
 import shutil
 import signal
 import sqlite3
@@ -336,17 +335,15 @@ def test_kill_dash_nine_loses_nothing_that_was_acknowledged(tmp_path: Path) -> N
 
 
 def test_a_full_disk_stops_the_store_and_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    """A limit on file sizes stands in for a full disk: it needs no rights. It strikes the WAL and the database."""
+    """A limit on file sizes stands in for a full disk: it needs no rights. It strikes the WAL and the database.
 
-    def limit_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
-
+    The writer limits itself: ``preexec_fn`` would run in a fork of this process, which may have gRPC's threads."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))\n"
     ended = subprocess.run(
-        [sys.executable, "-c", WRITER, str(tmp_path), "0"],
+        [sys.executable, "-c", limit + WRITER, str(tmp_path), "0"],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        preexec_fn=limit_files,
         timeout=60,
     )
     assert ended.returncode == 3

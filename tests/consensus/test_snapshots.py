@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import resource
 import stat
 import subprocess
 import sys
@@ -293,15 +292,13 @@ def test_killed_while_writing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
-    def limit_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
-
+    # The writer limits itself: ``preexec_fn`` would run in a fork of this process, which may be full of gRPC's threads.
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))\n"
     ended = subprocess.run(
-        [sys.executable, "-c", WRITER, str(tmp_path)],
+        [sys.executable, "-c", limit + WRITER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
-        preexec_fn=limit_files,
         timeout=60,
     )
     *written, error = ended.stdout.splitlines()

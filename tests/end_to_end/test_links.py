@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from sidecar.dev import ports
 from sidecar.dev.links import Mesh
 from sidecar.dev.ports import free_ports
 from tests.waiting import eventually
@@ -156,3 +157,15 @@ async def test_a_node_that_is_down_refuses_and_is_reached_again_when_it_is_back(
     again, far = await town.pair("n1", "n2")
     again.say(b"hello")
     await eventually(lambda: far.heard == b"hello")
+
+
+def test_a_port_that_was_given_out_is_not_bound_by_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner may not listen yet."""
+    (given,) = free_ports(1)
+    candidates = iter([given, given, given + 1, given + 2, given + 3])
+    monkeypatch.setattr(ports.random, "randint", lambda first, last: next(candidates))
+    bound = ports.bind()
+    try:
+        assert bound.getsockname()[1] != given
+    finally:
+        bound.close()
