@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -163,7 +164,7 @@ def test_a_port_that_was_given_out_is_not_bound_by_somebody_else(monkeypatch: py
     """Its owner may not listen yet."""
     (given,) = free_ports(1)
     candidates = iter([given, given, given + 1, given + 2, given + 3])
-    monkeypatch.setattr(ports.random, "randint", lambda first, last: next(candidates))
+    monkeypatch.setattr(random, "randint", lambda first, last: next(candidates))
     bound = ports.bind()
     try:
         assert bound.getsockname()[1] != given
