@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -90,7 +91,10 @@ def job_spec(options: JobOptions) -> job_pb2.JobSpec:
     """The message for these options. Raises TypeError for an unknown one, ValueError for one that cannot be said."""
     unknown = sorted(options.keys() - JobOptions.__annotations__.keys())
     if unknown:
-        raise TypeError(f"a job has no option {', '.join(unknown)}; it has: {', '.join(JobOptions.__annotations__)}")
+        known = list(JobOptions.__annotations__)
+        near = [match for name in unknown for match in _near(name, known)]
+        meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise TypeError(f"a job has no option {', '.join(unknown)}{meant}; it has: {', '.join(known)}")
     given: dict[str, object] = dict(options)
     spec = job_pb2.JobSpec(schedule=_schedule(options))
     for name in _PLAIN:
@@ -116,12 +120,22 @@ def job_spec(options: JobOptions) -> job_pb2.JobSpec:
     return spec
 
 
+def _near(name: str, known: list[str]) -> list[str]:
+    """Also what a file of jobs calls otherwise: its ``timeout`` is ``run_timeout`` here."""
+    ends = [each for each in known if each.endswith(f"_{name}")]
+    return ends or difflib.get_close_matches(name, known, n=1)
+
+
 def _schedule(options: JobOptions) -> job_pb2.Schedule:
     schedule = job_pb2.Schedule(zone=options.get("zone", ""))
     kind = options.get("schedule")
     if kind is None:
         schedule.manual.SetInParent()
     elif isinstance(kind, str):
+        if kind.strip().lower().startswith("every "):
+            raise ValueError(
+                f"an interval is written as a timedelta here, not as {kind!r}: schedule=timedelta(seconds=5)"
+            )
         schedule.cron = kind
     elif isinstance(kind, timedelta):
         schedule.interval.every_ms = round(kind.total_seconds() * 1000)
