@@ -1231,7 +1231,7 @@ async def test_definitions_are_patient_and_come_before_the_announcement(server: 
 
 async def test_what_cannot_be_a_definition_is_said_at_the_decorator(server: Double) -> None:
     async with connected(server) as client:
-        with pytest.raises(TypeError, match="no option ownr; it has: owner"):
+        with pytest.raises(TypeError, match=r"no option ownr \(did you mean owner\?\); it has: owner"):
             client.job("digest", ownr="team")  # type: ignore[call-arg]
         with pytest.raises(ValueError, match="misfire_policy must be one of skip, latest, all"):
             client.job("digest", misfire_policy="sometimes")
