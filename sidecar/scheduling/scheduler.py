@@ -51,7 +51,6 @@ STEP_MS = 1_000
 MEASURE_S = 1.0
 # Peers whose clocks are not known are awaited for so long: a broken connection is made again within a second or two.
 DOUBT_S = 5.0
-NEVER = float("inf")
 MEASURING = "the other nodes' clocks are being measured"
 
 JobKey = tuple[str, str]
@@ -108,11 +107,16 @@ class Scheduler:
         return {peer: offset_ms for peer, offset_ms in offsets.items() if abs(offset_ms) > self._settings.skew_max_ms}
 
     def lag_ms(self) -> int:
-        """How late the most overdue schedule is; 0 when none is, or this node does not lead."""
-        due_ms = self._machine.next_due_wall_ms()
-        if due_ms is None or not self._node.is_leader():
+        """How late the most overdue schedule is; 0 when none is, or this node does not lead. Without the jobs that are
+        set aside: they are warned of, and one of them does not make the leader unfit for all others."""
+        wall_ms, due_ms = self._clock.wall_ms(), self._machine.next_due_wall_ms()
+        if due_ms is None or due_ms >= wall_ms or not self._node.is_leader():
             return 0
-        return max(0, self._clock.wall_ms() - due_ms)
+        if self._refused:
+            behind = self._machine.jobs_to_settle(wall_ms, len(self._refused) + JOBS_MAX)
+            fit = [job for job in behind if job.next_due_ms > 0 and (job.tenant, job.name) not in self._refused]
+            due_ms = min((job.next_due_ms for job in fit), default=wall_ms)
+        return wall_ms - due_ms
 
     # ---- when --------------------------------------------------------------------------------------------------
 

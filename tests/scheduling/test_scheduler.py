@@ -314,12 +314,20 @@ def test_a_settlement_that_is_refused_holds_up_no_other_job(
     cluster.until_wall(first_ms + MINUTE_MS + 500)
     assert [due_times(cluster, f"{specs[1].owner}-{number}") for number in range(2)] == [minutes(first_ms, 2)] * 2
     assert due_times(cluster, "poison-0") == []
-    assert any("poison-0" in warning for warning in cluster.leading().scheduler.warnings())
+    leading = cluster.leading()
+    assert any("poison-0" in warning for warning in leading.scheduler.warnings())
+    assert leading.scheduler.lag_ms() == 0
+    poll, leading.scheduler.poll = leading.scheduler.poll, lambda: None  # type: ignore[method-assign]
+    cluster.until_wall(first_ms + MINUTE_MS + 61_000)
+    assert leading.scheduler.lag_ms() == cluster.clock.wall_ms() - (first_ms + 2 * MINUTE_MS)
+    leading.scheduler.poll = poll  # type: ignore[method-assign]
+    leading.scheduler.poll()
 
     monkeypatch.undo()
     cluster.apply("poison-0", every_minute())
-    cluster.until_wall(first_ms + 2 * MINUTE_MS + 500)
-    assert due_times(cluster, "poison-0") == minutes(first_ms, 3)
+    cluster.until_wall(first_ms + 3 * MINUTE_MS + 500)
+    assert due_times(cluster, "poison-0")[-1] == first_ms + 3 * MINUTE_MS
+    assert not any("poison-0" in warning for warning in cluster.leading().scheduler.warnings())
 
 
 async def test_the_timer_survives_a_look_that_fails(caplog: pytest.LogCaptureFixture) -> None:
