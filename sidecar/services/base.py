@@ -49,10 +49,7 @@ class Resource:
         expected: type[commands.Result],
         translated: Callable[..., Message],
     ) -> None:
-        def done(outcome: Outcome) -> None:
-            answer(attempt(translated, outcome) if isinstance(outcome, expected) else unsuccessful(outcome))
-
-        self._proposer.submit(command, done, timeout_ms=caller.timeout_ms, key=key)
+        self._proposer.submit(command, _answering(answer, expected, translated), timeout_ms=caller.timeout_ms, key=key)
 
     def _propose_patiently(
         self,
@@ -64,10 +61,7 @@ class Resource:
         translated: Callable[..., Message],
     ) -> Running:
         """Tries again while the job's due times are not settled yet."""
-
-        def done(outcome: Outcome) -> None:
-            answer(attempt(translated, outcome) if isinstance(outcome, expected) else unsuccessful(outcome))
-
+        done = _answering(answer, expected, translated)
         return Patient(self._proposer, command, key, caller.timeout_ms, done)
 
     def _read(
@@ -146,3 +140,14 @@ def run_gone(run: str) -> ApiError:
     """There is no such run (any more)."""
     message = f"run {run} never was, or has ended"
     return refused(Refused(reason=Reason.RUN_NOT_FOUND, message=message, facts=(("run_id", run),)))
+
+
+def _answering(
+    answer: Answer, expected: type[commands.Result], translated: Callable[..., Message]
+) -> Callable[[Outcome], None]:
+    """Gives the caller what the state has decided, or why it has not."""
+
+    def done(outcome: Outcome) -> None:
+        answer(attempt(translated, outcome) if isinstance(outcome, expected) else unsuccessful(outcome))
+
+    return done
