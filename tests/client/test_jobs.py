@@ -30,6 +30,25 @@ def test_schedules_of_each_kind() -> None:
     assert spec(selector={"zone": "a", "cohort": ["x", "y"]}).selector[1].values == ["x", "y"]
 
 
+def test_every_field_of_a_specification_can_be_said() -> None:
+    """What the API can say of a job, Python can: a field that is added later shows up here."""
+    made = spec(
+        schedule="0 9 * * *", description="d", jitter=1, misfire_policy="all", catch_up_max=2, catch_up_window=3,
+        starting_deadline=4, overlap_policy="allow", buffer_max=5, concurrent_max=6, run_timeout=7, interrupt_grace=8,
+        delivery="at_least_once", on_holder_loss="retry", attempts_max=9, retry_initial=1, retry_max=2,
+        retry_multiplier_percent=150, retry_jitter_percent=10, retry_on_failure=False, retry_on_timeout=False,
+        priority=1, labels={"a": "b"}, selector={"zone": ["x"]}, payload="p", estimated_cost_micros=1, mode="shadow",
+        canary={"percent": 5, "label": "track", "value": "new"}, history_count=1, history_age=60,
+        zone="Europe/Berlin", dst_policy="shift", start=datetime(2030, 1, 1, tzinfo=UTC),
+        end=datetime(2031, 1, 1, tzinfo=UTC),
+    )  # fmt: skip
+    for message in (made, made.retry, made.canary):
+        said = {field.name for field, _ in message.ListFields()}
+        assert said == {field.name for field in message.DESCRIPTOR.fields}
+    said = {field.name for field, _ in made.schedule.ListFields()}
+    assert said == {field.name for field in made.schedule.DESCRIPTOR.fields} - {"interval", "once_wall_ms", "manual"}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

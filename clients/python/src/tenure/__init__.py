@@ -60,7 +60,7 @@ from tenure.errors import (
     Unavailable,
 )
 from tenure.fingerprint import fingerprint
-from tenure.jobs import JobInfo, JobOptions, OccurrenceInfo
+from tenure.jobs import CanaryOptions, JobInfo, JobOptions, OccurrenceInfo
 from tenure.lease import Lease
 from tenure.run import Permanent, Retry, Run, SyncRun
 from tenure.switches import SwitchInfo, SwitchState
@@ -72,6 +72,7 @@ __all__ = [
     "Attempt",
     "AttemptStale",
     "BeginResult",
+    "CanaryOptions",
     "Client",
     "ClientClosed",
     "ClientForkedError",

@@ -11,9 +11,26 @@ from typing import Any, TypedDict
 from tenure.switches import word
 from tenure.v1 import job_pb2
 
-__all__ = ["JobInfo", "JobOptions", "OccurrenceInfo", "job_info", "job_spec", "occurrence_info", "wall_ms"]
+__all__ = [
+    "CanaryOptions",
+    "JobInfo",
+    "JobOptions",
+    "OccurrenceInfo",
+    "job_info",
+    "job_spec",
+    "occurrence_info",
+    "wall_ms",
+]
 
 Schedule = str | timedelta | datetime | None
+
+
+class CanaryOptions(TypedDict):
+    """``percent`` of the occurrences go to workers with this label only, the others to workers without it."""
+
+    percent: int
+    label: str
+    value: str
 
 
 class JobOptions(TypedDict, total=False):
@@ -54,6 +71,7 @@ class JobOptions(TypedDict, total=False):
     payload: bytes | str
     estimated_cost_micros: int
     mode: str  # live, shadow
+    canary: CanaryOptions
     history_count: int
     history_age: float
 
@@ -115,6 +133,8 @@ def job_spec(options: JobOptions) -> job_pb2.JobSpec:
     spec.labels.update(options.get("labels", {}))
     for key, values in options.get("selector", {}).items():
         spec.selector.append(job_pb2.SelectorTerm(key=key, values=[values] if isinstance(values, str) else values))
+    if "canary" in options:
+        spec.canary.CopyFrom(job_pb2.Canary(**options["canary"]))
     payload = options.get("payload", b"")
     spec.payload = payload.encode() if isinstance(payload, str) else payload
     return spec
