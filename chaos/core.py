@@ -28,7 +28,6 @@ from sidecar.core.commands import (
     CompleteRecord,
     CompleteRun,
     FailRun,
-    LeaseGranted,
     LeaseQueued,
     Limits,
     OpenSession,
@@ -415,7 +414,3 @@ def limits_of(shape: Shape) -> Limits:
 
 def is_expired(result: Result) -> bool:
     return isinstance(result, Refused) and result.reason is Reason.EXPIRED_REQUEST
-
-
-def token_of(result: object) -> int:
-    return result.token if isinstance(result, LeaseGranted) else 0
